@@ -1,0 +1,277 @@
+"""Times moe and grouped_gemm beside what else does their work, all in one run.
+
+Each row is one operation, shape and dtype, forward or forward and backward, called eagerly or replayed from a CUDA
+graph. Beside it run a dense cuBLAS product of the forward's operations ([S, K] by [K, N]) and the peers of peers.py;
+on a CPU, small shapes run beside a loop over the experts. TFLOP/s count the products alone; a forward and backward
+compares with three dense products. Peak bytes are those of the row's own pass, beyond its inputs.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import package
+import peers
+import torch
+from shapes import CPU_SHAPES, DTYPES, SHAPES, Inputs, Shape, draw
+from timing import captured, medians_ms, peak_bytes
+
+OPS = ("moe", "grouped_gemm")
+PATHS = {"fp32": ("fp32",), "mma": ("bf16", "fp16"), "wgmma": ("bf16", "fp16")}  # and the dtypes that each serves
+AGREEMENT = 2e-2  # relative Frobenius norm: what is timed must compute the same thing
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    shape: Shape
+    dtype: str
+    mode: str
+    pass_: str
+
+
+def main() -> int:
+    args = parse_arguments()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    wanted = cases(args)
+    if not wanted:
+        print("nothing to measure: no case has that operation, shape, dtype and path", file=sys.stderr)
+        return 2
+    if args.device == "cuda" and peers.SCATTERMOE_MISSING:
+        print(f"ScatterMoE is left out: {peers.SCATTERMOE_MISSING}")
+    with forced_path(args.path):
+        rows = measure_all(wanted, args)
+    print_table(rows)
+    failed = sum(row["ms"] is None for row in rows)
+    if failed:
+        print(f"{failed} of {len(rows)} rows failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--ops", type=comma_list, default=OPS, help=f"of {','.join(OPS)}")
+    parser.add_argument("--shapes", type=comma_list, help=f"of {','.join(s.name for s in SHAPES + CPU_SHAPES)}")
+    parser.add_argument("--dtypes", type=comma_list, default=tuple(DTYPES), help=f"of {','.join(DTYPES)}")
+    parser.add_argument("--path", choices=PATHS, help="the kernels to measure; automatic if left out")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there, each when it is measured")
+    args = parser.parse_args()
+    if args.path and args.device == "cpu":
+        parser.error("--path chooses among GPU kernels; a CPU has none")
+    for option, known in (("ops", OPS), ("dtypes", DTYPES), ("shapes", [s.name for s in SHAPES + CPU_SHAPES])):
+        if unknown := set(getattr(args, option) or ()) - set(known):
+            parser.error(f"--{option}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+    return args
+
+
+def comma_list(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def cases(args) -> list[Case]:
+    """The set that is measured, those of one problem side by side: bf16 everywhere, other dtypes and graphs at seed."""
+    found = []
+    for shape in SHAPES if args.device == "cuda" else CPU_SHAPES:
+        seed = shape.name == "seed"
+        dtypes = DTYPES if seed else ("bf16",) if args.device == "cuda" else ("bf16", "fp32")
+        for dtype in dtypes:
+            for op in OPS:
+                found += [Case(op, shape, dtype, "eager", pass_) for pass_ in ("fwd", "fwd+bwd")]
+                found += [Case(op, shape, dtype, "graph", "fwd")] if seed else []
+    return [
+        case
+        for case in found
+        if case.op in args.ops
+        and case.dtype in args.dtypes
+        and (not args.shapes or case.shape.name in args.shapes)
+        and (not args.path or case.dtype in PATHS[args.path])
+    ]
+
+
+def measure_all(wanted: list[Case], args) -> list[dict]:
+    """A row a case, in order. Those not measured, or that failed, have null times."""
+    rows = [describe(case, args) for case in wanted]
+    inputs = problem = None
+    for case, row in zip(wanted, rows, strict=True):
+        write(args.json, rows)
+        if (case.shape, case.dtype) != problem:
+            inputs = None  # the next ones may need its memory
+            problem = case.shape, case.dtype
+            inputs = draw(case.shape, DTYPES[case.dtype], args.device)
+        try:
+            row.update(measure(case, inputs, args.device))
+        except Exception as error:
+            print(f"FAILED {label(row)}: {type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            print(f"{label(row)}: {row['ms']:.3f} ms", flush=True)
+        inputs.clear_gradients()
+    write(args.json, rows)
+    return rows
+
+
+def describe(case: Case, args) -> dict:
+    shape = case.shape
+    sizes = {"T": shape.T, "K": shape.K, "N": shape.N, "I": None, "E": shape.E, "k": shape.k}
+    kind = {"dtype": case.dtype, "path": args.path or automatic_path(case.dtype, args.device), "mode": case.mode}
+    results = {"ms": None, "tflops": None, "dense_ms": None, "bytes_peak": None, "peers": {}}
+    return {
+        "op": case.op, "shape": shape.name, **sizes, **kind, "pass": case.pass_, "distribution": "uniform", **results
+    }  # fmt: skip
+
+
+def measure(case: Case, inputs: Inputs, device: str) -> dict:
+    ours, others = contenders(case, inputs, device)
+    check_agreement(ours(), inputs, case.op)
+    forwards = {"ours": ours, **others}
+    if case.pass_ == "fwd":
+        runs = forwards
+    else:
+        runs = {name: forward_and_backward(run, inputs) for name, run in forwards.items()}
+    runs = {name: run for name, run in runs.items() if name == "ours" or runs_at_all(name, run)}
+    runs["ours"]()
+    inputs.clear_gradients()
+    bytes_peak = peak_bytes(runs["ours"], device)
+    inputs.clear_gradients()
+
+    runs["dense"] = dense_product(case, device)
+    runs["dense"]()
+    if case.mode == "graph":
+        runs = {name: captured(runs[name]) for name in ("ours", "dense")}
+    ms = medians_ms(runs, device)
+    ours_ms, dense_ms = ms.pop("ours"), ms.pop("dense")
+    flops = case.shape.flops * products(case.pass_)
+    return {
+        "ms": ours_ms, "tflops": flops / ours_ms * 1e-9, "dense_ms": dense_ms, "bytes_peak": bytes_peak, "peers": ms
+    }  # fmt: skip
+
+
+def contenders(case: Case, inputs: Inputs, device: str) -> tuple[Callable, dict[str, Callable]]:
+    """Our forward, and what it is compared with, by name."""
+    kernel = package.load()
+    tokens = inputs.x, inputs.weight, inputs.expert_ids, inputs.topk_weights
+    grouped = inputs.rows, inputs.weight, inputs.group_sizes
+    if device == "cpu":
+        others = {"loop": (peers.loop, tokens) if case.op == "moe" else (peers.grouped_loop, grouped)}
+    elif case.op == "grouped_gemm":
+        others = {"torch._grouped_mm": (peers.grouped_mm, grouped)}
+    else:
+        others = {"torch._grouped_mm": (peers.grouped_mm, grouped), "unfused": (peers.unfused, tokens)}
+        if not peers.SCATTERMOE_MISSING:
+            others["ScatterMoE"] = peers.scattermoe, tokens
+    ours = bound(kernel.moe, tokens) if case.op == "moe" else bound(kernel.grouped_gemm, grouped)
+    return ours, {name: bound(*call) for name, call in others.items()}
+
+
+def bound(function: Callable, arguments: tuple) -> Callable:
+    return lambda: function(*arguments)
+
+
+def dense_product(case: Case, device: str) -> Callable:
+    a = torch.randn(case.shape.S, case.shape.K, device=device).to(DTYPES[case.dtype])
+    b = torch.randn(case.shape.K, case.shape.N, device=device).to(DTYPES[case.dtype])
+    return lambda: a @ b
+
+
+def forward_and_backward(forward: Callable, inputs: Inputs) -> Callable:
+    """With an incoming gradient of the result's shape and dtype that is made here, beforehand."""
+    with torch.no_grad():
+        try:
+            y = forward()
+        except Exception:
+            return forward  # it fails again where failures are told
+    dy = torch.randn_like(y, requires_grad=False)
+
+    def run():
+        inputs.clear_gradients()
+        forward().backward(dy)
+
+    return run
+
+
+def runs_at_all(name: str, run: Callable) -> bool:
+    """Whether a peer supports the problem; says so where it does not."""
+    try:
+        run()
+    except Exception as error:
+        print(f"  {name} is left out: {str(error).splitlines()[0]}")
+        return False
+    return True
+
+
+def check_agreement(y: torch.Tensor, inputs: Inputs, op: str) -> None:
+    """Against plain torch: a wrong answer is not worth timing."""
+    with torch.no_grad():
+        if op == "moe":
+            want = peers.loop(inputs.x, inputs.weight, inputs.expert_ids, inputs.topk_weights)
+        else:
+            want = peers.grouped_loop(inputs.rows, inputs.weight, inputs.group_sizes)
+        error = float((y.float() - want.float()).norm() / want.float().norm())
+    if not error <= AGREEMENT:
+        raise AssertionError(f"the result is off by {error:.2g} (relative Frobenius norm)")
+
+
+def products(pass_: str) -> int:
+    return {"fwd": 1, "fwd+bwd": 3}[pass_]
+
+
+def automatic_path(dtype: str, device: str) -> str:
+    """The path of the first configuration that serves the dtype on this GPU: the one that is picked unasked."""
+    if device == "cpu":
+        return "reference"
+    for config in gemm_configs():
+        if dtype in PATHS[config.path]:
+            return config.path
+    raise RuntimeError(f"no kernel configuration serves {dtype} on this GPU")
+
+
+@contextlib.contextmanager
+def forced_path(path: str | None):
+    """Runs the products inside on the first configuration of this path that fits the GPU."""
+    if path is None:
+        yield
+        return
+    names = [config.name for config in gemm_configs() if config.path == path]
+    if not names:
+        sys.exit(f"this GPU has no {path} kernels")
+    with package.hooks().forced(names[0]):
+        yield
+
+
+def gemm_configs() -> list:
+    major, minor = torch.cuda.get_device_capability()
+    found = package.hooks().configs()
+    return [config for config in found if config.op == "gemm" and config.selectable_on(10 * major + minor)]
+
+
+def write(file: Path | None, rows: list[dict]) -> None:
+    if file:
+        partial = file.with_name(file.name + ".partial")
+        partial.write_text(json.dumps(rows, indent=1) + "\n")
+        os.replace(partial, file)
+
+
+def label(row: dict) -> str:
+    return f"{row['op']} {row['shape']} {row['dtype']} {row['path']} {row['mode']} {row['pass']}"
+
+
+def print_table(rows: list[dict]) -> None:
+    """Milliseconds, and how many times as fast as dense products and as each peer."""
+    print(f"\n{'':50}{'ms':>9}{'TFLOP/s':>9}{'/dense':>8}{'MB':>8}  times as fast as")
+    for row in rows:
+        if row["ms"] is None:
+            print(f"{label(row):50}   failed")
+            continue
+        dense = row["dense_ms"] * products(row["pass"]) / row["ms"]
+        megabytes = "" if row["bytes_peak"] is None else f"{row['bytes_peak'] / 1e6:.0f}"
+        ratios = ", ".join(f"{name} {ms / row['ms']:.2f}" for name, ms in row["peers"].items())
+        print(f"{label(row):50}{row['ms']:9.3f}{row['tflops']:9.1f}{dense:8.2f}{megabytes:>8}  {ratios}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Medians of several candidates measured in turn, so that a GPU that slows down slows all of them alike."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+MIN_ROUNDS, MAX_ROUNDS = 5, 101
+CPU_BUDGET_S, GPU_BUDGET_S = 0.2, 1.0  # for one call of medians_ms
+LEAD_CYCLES = 4_000_000  # about 2 ms
+
+
+def medians_ms(candidates: Mapping[str, Callable[[], object]], device: str) -> dict[str, float]:
+    """The median time of each candidate in milliseconds, over as many rounds as the budget allows.
+
+    A candidate must have run before, so that nothing is compiled or loaded here. On a GPU the times are those of the
+    device: each round begins with a pause there, during which the host gets ahead, and the L2 cache is overwritten
+    before each run.
+    """
+    one_round = _GpuRound(candidates) if device == "cuda" else _CpuRound(candidates)
+    budget = GPU_BUDGET_S if device == "cuda" else CPU_BUDGET_S
+    one_round()
+    one_round.finish()
+    start = time.perf_counter()
+    one_round()
+    one_round.finish()
+    rounds = int(budget / (time.perf_counter() - start))
+    rounds = max(MIN_ROUNDS, min(rounds, MAX_ROUNDS))
+    times = [one_round() for _ in range(rounds)]
+    one_round.finish()
+    return {name: statistics.median(one_round.milliseconds(t[name]) for t in times) for name in candidates}
+
+
+class _GpuRound:
+    """Runs each candidate once; hands back unread events, for reading them would wait for the device."""
+
+    def __init__(self, candidates):
+        self.candidates = candidates
+        l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+        self.flush = torch.empty(4 * l2_bytes, dtype=torch.int8, device="cuda")
+
+    def __call__(self):
+        torch.cuda._sleep(LEAD_CYCLES)
+        events = {}
+        for name, run in self.candidates.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.flush.zero_()
+            start.record()
+            run()
+            end.record()
+            events[name] = start, end
+        return events
+
+    @staticmethod
+    def finish():
+        torch.cuda.synchronize()
+
+    @staticmethod
+    def milliseconds(events):
+        start, end = events
+        return start.elapsed_time(end)
+
+
+class _CpuRound:
+    def __init__(self, candidates):
+        self.candidates = candidates
+
+    def __call__(self):
+        times = {}
+        for name, run in self.candidates.items():
+            start = time.perf_counter()
+            run()
+            times[name] = time.perf_counter() - start
+        return times
+
+    @staticmethod
+    def finish():
+        pass
+
+    @staticmethod
+    def milliseconds(seconds):
+        return seconds * 1e3
+
+
+def peak_bytes(run: Callable[[], object], device: str) -> int | None:
+    """What a run allocates at its peak beyond what was there before it, its result included. None on a CPU."""
+    if device != "cuda":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = run()
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before
+
+
+def captured(run: Callable[[], object]) -> Callable[[], None]:
+    """The replay of a CUDA graph of `run`."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay

@@ -1,0 +1,64 @@
+// The kernels there are, and the rule that picks one: the first of its path whose blocks fit the GPU's shared memory.
+#pragma once
+
+#include "problem.h"
+
+namespace moe {
+
+enum class Op { gemm, weight_grad };
+enum class Path { fp32, mma, wgmma };
+
+// Output tiles are 128 x 128 on every portable path; a row dot has one partial sum a tile column.
+constexpr int kTile = 128;
+
+struct Config {
+  Op op;
+  Path path;
+  int tile_k;
+  int stages;
+  bool vectorized;  // moves 16 bytes at once: rows and pointers must be 16-byte aligned
+  int blocks_per_sm = 2;
+
+  __host__ __device__ constexpr int value_bytes() const { return path == Path::fp32 ? 4 : 2; }
+  __host__ __device__ constexpr int stage_bytes() const { return 2 * kTile * tile_k * value_bytes(); }
+  // gemm: source row and assignment of each row of the tile. weight_grad: source rows of both operands for the stages
+  // in flight, and the routing weight of each row of a stage.
+  constexpr int table_bytes() const {
+    return op == Op::gemm ? 2 * kTile * 4 : (2 * (stages - 1) + stages) * tile_k * 4;
+  }
+  constexpr int shared_bytes() const { return stages * stage_bytes() + table_bytes(); }
+};
+
+constexpr Config kConfigs[] = {
+    {Op::gemm, Path::fp32, 16, 3, true},        {Op::gemm, Path::fp32, 16, 3, false},
+    {Op::gemm, Path::mma, 64, 3, true},         {Op::gemm, Path::mma, 32, 3, true},
+    {Op::gemm, Path::mma, 32, 3, false},        {Op::weight_grad, Path::fp32, 16, 3, true},
+    {Op::weight_grad, Path::fp32, 16, 3, false}, {Op::weight_grad, Path::mma, 64, 3, true},
+    {Op::weight_grad, Path::mma, 32, 3, true},  {Op::weight_grad, Path::mma, 32, 3, false},
+};
+constexpr int kConfigCount = sizeof(kConfigs) / sizeof(kConfigs[0]);
+
+// Shared memory of a GPU in bytes: what one block may ask for, what an SM has, what the driver keeps of each block.
+struct SharedMemory {
+  int per_block, per_sm, reserved;
+};
+
+constexpr bool fits(const Config& config, const SharedMemory& memory) {
+  return config.shared_bytes() <= memory.per_block &&
+         config.blocks_per_sm * (config.shared_bytes() + memory.reserved) <= memory.per_sm;
+}
+
+// `forced` is an index into kConfigs, or -1; it counts only where it can serve the call.
+constexpr int pick_config(Op op, DType type, bool aligned, const SharedMemory& memory, int forced) {
+  const Path path = type == DType::float32 ? Path::fp32 : Path::mma;
+  for (int pass = forced < 0; pass < 2; ++pass) {
+    for (int i = 0; i < kConfigCount; ++i) {
+      const Config& config = kConfigs[i];
+      const bool serves = config.op == op && config.path == path && (aligned || !config.vectorized);
+      if (serves && (pass == 0 ? i == forced : fits(config, memory))) return i;
+    }
+  }
+  return -1;
+}
+
+}  // namespace moe

@@ -1,0 +1,34 @@
+// Entry points from the binding into the kernels; each returns CUDA's own error.
+#pragma once
+
+#include "config.h"
+
+namespace moe {
+
+namespace simt {
+cudaError_t launch(const Config& config, const GemmProblem& problem, int sms, cudaStream_t stream);
+cudaError_t launch(const Config& config, const WeightGradProblem& problem, int sms, cudaStream_t stream);
+}  // namespace simt
+
+namespace mma {
+cudaError_t launch_bfloat16(const Config& config, const GemmProblem& problem, int sms, cudaStream_t stream);
+cudaError_t launch_bfloat16(const Config& config, const WeightGradProblem& problem, int sms, cudaStream_t stream);
+cudaError_t launch_float16(const Config& config, const GemmProblem& problem, int sms, cudaStream_t stream);
+cudaError_t launch_float16(const Config& config, const WeightGradProblem& problem, int sms, cudaStream_t stream);
+}  // namespace mma
+
+// out[t] = sum over j of rows[t * top_k + j] in the order of j, in float32.
+struct SumRowsProblem {
+  int64_t T, N;
+  int top_k;
+  const void* rows;
+  int64_t rows_stride;
+  DType rows_type;
+  void* out;
+  int64_t out_stride;
+  DType out_type;
+  bool vector;
+};
+cudaError_t launch_sum_rows(const SumRowsProblem& problem, int sms, cudaStream_t stream);
+
+}  // namespace moe

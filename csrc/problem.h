@@ -1,0 +1,93 @@
+// What a launch needs: pointers, sizes and strides, with no word of torch. Strides count elements unless named bytes.
+//
+// T tokens, k = top_k experts a token, S rows (one per assignment of a token to an expert), E experts.
+// Assignment a = t * k + j is token t's j-th expert; row_assignment[r] is the assignment at row r of the expert order.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace moe {
+
+enum class DType { float32, bfloat16, float16 };
+
+// The dimension of a matrix operand that is contiguous in memory: the summed one, or that of the output.
+enum class Major { k, mn };
+
+// A tile of consecutive rows of one expert; expert -1: rows past the last group, which are written as zeros.
+struct RowTile {
+  int expert;
+  int row;
+  int rows;
+  int unused;  // 16 bytes, so that one load brings a tile
+};
+
+// Filled on the device by build_schedule() from the group offsets, for one launch.
+struct Schedule {
+  const int* bounds;       // [E + 1]: expert e owns rows bounds[e] to bounds[e + 1]; rising, within [0, S]
+  const int* tile_count;   // how many of `tiles` are in use
+  const RowTile* tiles;
+  int* claimed;  // tiles taken beyond the blocks' first ones
+};
+
+// Rows of a matrix, read in expert order or, gathered, by the token of each row's assignment.
+struct Rows {
+  const char* data;
+  uint32_t row_bytes;  // from one row to the next; 32 bits, so that a row's address costs one instruction
+  bool gather;
+};
+
+struct RowMap {
+  const int* row_assignment;  // null: row r is assignment r
+  int top_k;
+};
+
+// Where a row of results goes.
+enum class Destination {
+  row,         // out[r]
+  assignment,  // out[row_assignment[r]]
+  token,       // added to out[row_assignment[r] / top_k]
+};
+
+struct Epilogue {
+  Destination destination;
+  void* out;  // null: only the row dot is wanted
+  int64_t out_stride;
+  DType out_type;
+  const float* row_weight;  // by assignment, or null
+  const void* bias;         // [E, N] in the operand type, or null
+  int64_t bias_stride;
+  const void* dot_with;  // rows like those of `out` in the operand type, or null: no row dot
+  int64_t dot_with_stride;
+  float* dot;  // [ceil(N / 128), S], by assignment
+  bool out_vector, bias_vector, dot_vector;  // 16 bytes may be moved at once
+};
+
+struct GemmProblem {
+  int S, N, K, E;
+  Rows a;
+  RowMap map;
+  const char* w;
+  int64_t w_expert_bytes;
+  uint32_t w_row_bytes;  // rows of w lie along its contiguous dimension
+  Major w_major;
+  Schedule schedule;
+  Epilogue epilogue;
+};
+
+// out[e][m][n] (+)= sum over the rows r of e of row_weight[r] * a[r][m] * b[r][n]
+struct WeightGradProblem {
+  int S, M, N, E;
+  Rows a, b;
+  RowMap map;
+  const float* row_weight;
+  Schedule schedule;
+  void* out;
+  int64_t out_expert_stride, out_stride;
+  DType out_type;
+  bool out_vector;
+  bool accumulate;
+};
+
+}  // namespace moe

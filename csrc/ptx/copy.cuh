@@ -1,0 +1,70 @@
+// Asynchronous copies from global into shared memory (cp.async) and bulk reductions back (cp.reduce.async.bulk).
+#pragma once
+
+#include <cstdint>
+
+namespace ptx {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies 16 bytes, or writes zeros where `live` is false; nothing is read then.
+__device__ __forceinline__ void copy_16_or_zero(uint32_t shared, const void* global, bool live) {
+  asm volatile(
+      "{\n"
+      ".reg .pred skip;\n"
+      "setp.eq.u32 skip, %2, 0;\n"
+      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, skip;\n"
+      "}" ::"r"(shared),
+      "l"(global), "r"(unsigned(live))
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_4_or_zero(uint32_t shared, const void* global, bool live) {
+  asm volatile(
+      "{\n"
+      ".reg .pred skip;\n"
+      "setp.eq.u32 skip, %2, 0;\n"
+      "cp.async.ca.shared.global [%0], [%1], 4, skip;\n"
+      "}" ::"r"(shared),
+      "l"(global), "r"(unsigned(live))
+      : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Brings the 32 bytes around an address into L1.
+__device__ __forceinline__ void prefetch(const void* global) { asm volatile("prefetch.global.L1 [%0];" ::"l"(global)); }
+
+__device__ __forceinline__ void store_shared_16(uint32_t shared, uint4 value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+
+// Makes this thread's ordinary shared-memory writes visible to the copy engine.
+__device__ __forceinline__ void fence_shared_for_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Adds `bytes` (a multiple of 16) of float32 in shared memory to global memory; both 16-byte aligned.
+__device__ __forceinline__ void bulk_add(float* global, uint32_t shared, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
+               "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void commit_bulk() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until this thread's bulk operations have read their shared memory, so that it may be written again.
+__device__ __forceinline__ void wait_bulk_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+#endif
+
+}  // namespace ptx

@@ -1,0 +1,301 @@
+// The CUDA implementations of the ops: tensors become problems (problem.h), a configuration is picked, kernels are
+// started on the caller's stream. Arguments are checked in Python; here stands only what would otherwise touch memory
+// that isn't the operands'.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <atomic>
+#include <climits>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "launch.h"
+#include "registration.h"
+#include "schedule.cuh"
+
+namespace moe {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+void check(bool holds, const char* message) {
+  if (!holds) throw std::runtime_error(std::string("grouped-gemm-moe: ") + message);
+}
+
+void check(cudaError_t error) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string("grouped-gemm-moe: ") + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
+}
+
+DType dtype(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: return DType::float32;
+    case ScalarType::BFloat16: return DType::bfloat16;
+    case ScalarType::Half: return DType::float16;
+    default: throw std::runtime_error("grouped-gemm-moe: float32, bfloat16 or float16 expected on CUDA");
+  }
+}
+
+int size(const Tensor& tensor, int dimension) {
+  const int64_t size = tensor.size(dimension);
+  check(size <= INT_MAX, "no dimension may pass 2^31 - 1");
+  return int(size);
+}
+
+// The device and stream of a call, and what of the GPU decides which kernel runs.
+struct Launch {
+  torch::stable::accelerator::DeviceGuard guard;
+  cudaStream_t stream;
+  int sms;
+  SharedMemory memory;
+
+  explicit Launch(const Tensor& tensor) : guard(tensor.get_device_index()) {
+    const int device = tensor.get_device_index();
+    void* current = nullptr;
+    check(aoti_torch_get_current_cuda_stream(device, &current) == AOTI_TORCH_SUCCESS, "no CUDA stream");
+    stream = static_cast<cudaStream_t>(current);
+    check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+    check(cudaDeviceGetAttribute(&memory.per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    check(cudaDeviceGetAttribute(&memory.per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+    check(cudaDeviceGetAttribute(&memory.reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
+  }
+};
+
+std::atomic<int> forced_config{-1};
+
+const Config& choose(Op op, DType type, bool aligned, const Launch& launch) {
+  const int index = pick_config(op, type, aligned, launch.memory, forced_config.load());
+  check(index >= 0, "this GPU has too little shared memory");
+  return kConfigs[index];
+}
+
+// Whether any 16 bytes that begin at a multiple of 16 from the start of a row can be moved at once.
+bool vectorizable(const Tensor& tensor, int64_t contiguous_dimension) {
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (i != contiguous_dimension && tensor.size(i) > 1) {
+      aligned &= tensor.stride(i) * int64_t(tensor.element_size()) % 16 == 0;
+    }
+  }
+  return aligned;
+}
+
+// Whether a kernel may move an operand in whole 16-byte chunks: its rows consist of them.
+bool chunked(const Tensor& tensor, int64_t contiguous_dimension) {
+  return tensor.size(contiguous_dimension) * int64_t(tensor.element_size()) % 16 == 0 &&
+         vectorizable(tensor, contiguous_dimension);
+}
+
+int64_t row_stride(const Tensor& tensor) {
+  check(tensor.dim() == 2 && (tensor.size(1) <= 1 || tensor.stride(1) == 1), "rows must be contiguous");
+  return tensor.stride(0);
+}
+
+uint32_t row_bytes(const Tensor& tensor, int64_t stride) {
+  const int64_t bytes = stride * int64_t(tensor.element_size());
+  check(bytes < (int64_t(1) << 32), "rows must be less than 4 GiB apart");
+  return uint32_t(bytes);
+}
+
+Rows rows(const Tensor& tensor, bool gather) {
+  return {static_cast<const char*>(tensor.data_ptr()), row_bytes(tensor, row_stride(tensor)), gather};
+}
+
+RowMap row_map(const MaybeTensor& row_assignment, int64_t top_k, int64_t S) {
+  check(!row_assignment || (row_assignment->numel() == S && row_assignment->scalar_type() == ScalarType::Int),
+        "row_assignment must be int32 [S]");
+  return {row_assignment ? static_cast<const int*>(row_assignment->data_ptr()) : nullptr, top_k > 0 ? int(top_k) : 1};
+}
+
+const float* weights(const MaybeTensor& row_weight, int64_t S) {
+  check(!row_weight || (row_weight->numel() == S && row_weight->scalar_type() == ScalarType::Float),
+        "row_weight must be float32 [S]");
+  return row_weight ? static_cast<const float*>(row_weight->data_ptr()) : nullptr;
+}
+
+// The tiles of one call; `scratch` owns the memory that `schedule` points into. The caching allocator hands it on in
+// stream order, so it may go out of scope while the kernels still run.
+struct Tiles {
+  Tensor scratch;
+  Schedule schedule;
+};
+
+Tiles schedule(const Tensor& offs, int S, int E, int tile_rows, bool cover_rest, cudaStream_t stream) {
+  check(offs.numel() == E && offs.scalar_type() == ScalarType::Int, "offs must be int32 [E]");
+  Tiles tiles{torch::stable::new_empty(offs, {schedule_words(S, E, tile_rows)}), {}};
+  check(build_schedule(static_cast<const int*>(offs.data_ptr()), S, E, tile_rows, cover_rest,
+                       static_cast<int*>(tiles.scratch.data_ptr()), stream, &tiles.schedule));
+  return tiles;
+}
+
+template <typename Problem>
+void run(const Config& config, DType type, const Problem& problem, int64_t tile_count, const Launch& launch) {
+  check(tile_count < (int64_t(1) << 31) - (1 << 20), "too many output tiles");
+  switch (type) {
+    case DType::float32: return check(simt::launch(config, problem, launch.sms, launch.stream));
+    case DType::bfloat16: return check(mma::launch_bfloat16(config, problem, launch.sms, launch.stream));
+    case DType::float16: return check(mma::launch_float16(config, problem, launch.sms, launch.stream));
+  }
+}
+
+int64_t tile_columns(int64_t extent) { return (extent + kTile - 1) / kTile; }
+
+void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const MaybeTensor& row_assignment, int64_t top_k,
+                     bool gather, const MaybeTensor& bias, const MaybeTensor& row_weight, const MaybeTensor& dot_with,
+                     const MaybeTensor& dot, Destination destination, const MaybeTensor& out) {
+  check(w.dim() == 3 && dtype(a) == dtype(w), "w must be [E, N, K] in the type of a");
+  GemmProblem p{};
+  p.E = size(w, 0), p.N = size(w, 1), p.K = size(w, 2);
+  const int64_t S = row_assignment ? row_assignment->numel() : a.size(0);
+  check(S <= INT_MAX, "no more than 2^31 - 1 rows");
+  p.S = int(S);
+  check(a.dim() == 2 && a.size(1) == p.K, "a and w must agree in K");
+  p.map = row_map(row_assignment, top_k, S);
+  check(a.size(0) == (gather ? S / p.map.top_k : S), "a must have a row for each row or token");
+  p.a = rows(a, gather);
+  p.w = static_cast<const char*>(w.data_ptr());
+  p.w_expert_bytes = w.stride(0) * int64_t(w.element_size());
+  p.w_major = p.K <= 1 || w.stride(2) == 1 ? Major::k : Major::mn;
+  check(p.w_major == Major::k || p.N <= 1 || w.stride(1) == 1, "w must be contiguous in K or in N");
+  p.w_row_bytes = row_bytes(w, w.stride(p.w_major == Major::k ? 1 : 2));
+
+  Epilogue& e = p.epilogue;
+  const int64_t targets = destination == Destination::token ? S / p.map.top_k : S;
+  e.destination = destination;
+  if (out) {
+    check(out->dim() == 2 && out->size(0) == targets && out->size(1) == p.N, "out has the wrong shape");
+    e.out = out->data_ptr();
+    e.out_stride = row_stride(*out);
+    e.out_type = dtype(*out);
+    e.out_vector = vectorizable(*out, 1) && (destination != Destination::token || p.N % 4 == 0);
+    check(destination != Destination::token || e.out_type == DType::float32, "rows are added up in float32");
+  }
+  e.row_weight = weights(row_weight, S);
+  if (bias) {
+    check(bias->dim() == 2 && bias->size(0) == p.E && bias->size(1) == p.N && dtype(*bias) == dtype(w),
+          "bias must be [E, N] in the type of w");
+    e.bias = bias->data_ptr();
+    e.bias_stride = row_stride(*bias);
+    e.bias_vector = vectorizable(*bias, 1);
+  }
+  if (dot_with && dot) {
+    check(dot_with->dim() == 2 && dot_with->size(0) == (destination == Destination::row ? S : S / p.map.top_k) &&
+              dot_with->size(1) == p.N && dtype(*dot_with) == dtype(a),
+          "dot_with must have a row for each row of the result, in the type of a");
+    check(dot->numel() == tile_columns(p.N) * S && dot->scalar_type() == ScalarType::Float,
+          "dot must be float32 [ceil(N / 128), S]");
+    e.dot_with = dot_with->data_ptr();
+    e.dot_with_stride = row_stride(*dot_with);
+    e.dot_vector = vectorizable(*dot_with, 1);
+    e.dot = static_cast<float*>(dot->data_ptr());
+  }
+  if (p.S == 0 || p.N == 0) return;
+
+  const Launch launch(a);
+  const Config& config = choose(Op::gemm, dtype(a), chunked(a, 1) && chunked(w, p.w_major == Major::k ? 2 : 1), launch);
+  const Tiles tiles = schedule(offs, p.S, p.E, kTile, destination != Destination::token, launch.stream);
+  p.schedule = tiles.schedule;
+  run(config, dtype(a), p, max_row_tiles(S, p.E, kTile) * tile_columns(p.N), launch);
+}
+
+void gemm(const Tensor& a, const Tensor& w, const Tensor& offs, const MaybeTensor& row_assignment, int64_t top_k,
+          bool gather, bool scatter, const MaybeTensor& bias, const MaybeTensor& row_weight, const MaybeTensor& dot_with,
+          const MaybeTensor& dot, const Tensor& out) {
+  grouped_product(a, w, offs, row_assignment, top_k, gather, bias, row_weight, dot_with, dot,
+                  scatter ? Destination::assignment : Destination::row, out);
+}
+
+void gemm_combine(const Tensor& a, const Tensor& w, const Tensor& offs, const Tensor& row_assignment, int64_t top_k,
+                  bool gather, const MaybeTensor& bias, const MaybeTensor& row_weight, const MaybeTensor& dot_with,
+                  const MaybeTensor& dot, const MaybeTensor& out) {
+  grouped_product(a, w, offs, row_assignment, top_k, gather, bias, row_weight, dot_with, dot, Destination::token, out);
+}
+
+// The kernel's output rows follow its operand `a`, contiguous ones its operand `b`: the operands change places where the
+// caller's gradient is laid out [E, K, N].
+void weight_grad(const Tensor& x, const Tensor& dy, const Tensor& offs, const MaybeTensor& row_assignment, int64_t top_k,
+                 bool gather_x, bool gather_dy, const MaybeTensor& row_weight, bool accumulate, const Tensor& out) {
+  check(out.dim() == 3 && x.dim() == 2 && dy.dim() == 2 && out.size(1) == dy.size(1) && out.size(2) == x.size(1) &&
+            dtype(x) == dtype(dy),
+        "out must be [E, N, K] where dy has N columns and x has K, of one type");
+  WeightGradProblem p{};
+  const bool transposed = out.size(2) > 1 && out.stride(2) != 1;
+  check(!transposed || out.size(1) <= 1 || out.stride(1) == 1, "out must be contiguous in K or in N");
+  const int64_t S = row_assignment ? row_assignment->numel() : x.size(0);
+  check(S <= INT_MAX, "no more than 2^31 - 1 rows");
+  p.S = int(S);
+  p.E = size(out, 0), p.M = size(out, transposed ? 2 : 1), p.N = size(out, transposed ? 1 : 2);
+  p.map = row_map(row_assignment, top_k, S);
+  check(x.size(0) == (gather_x ? S / p.map.top_k : S) && dy.size(0) == (gather_dy ? S / p.map.top_k : S),
+        "x and dy must have a row for each row or token");
+  p.a = transposed ? rows(x, gather_x) : rows(dy, gather_dy);
+  p.b = transposed ? rows(dy, gather_dy) : rows(x, gather_x);
+  p.row_weight = weights(row_weight, S);
+  p.out = out.data_ptr();
+  p.out_type = dtype(out);
+  p.out_expert_stride = out.stride(0);
+  p.out_stride = out.stride(transposed ? 2 : 1);
+  p.out_vector = vectorizable(out, transposed ? 1 : 2);
+  p.accumulate = accumulate;
+  if (out.numel() == 0) return;
+
+  const Launch launch(out);
+  const Config& config = choose(Op::weight_grad, dtype(x), chunked(x, 1) && chunked(dy, 1), launch);
+  const Tiles tiles = schedule(offs, p.S, p.E, 0, false, launch.stream);
+  p.schedule = tiles.schedule;
+  run(config, dtype(x), p, p.E * tile_columns(p.M) * tile_columns(p.N), launch);
+}
+
+void sum_rows(const Tensor& from, int64_t top_k, const Tensor& out) {
+  check(from.dim() == 2 && out.dim() == 2 && from.size(1) == out.size(1) && from.size(0) == out.size(0) * top_k,
+        "rows must be [T * top_k, N] and out [T, N]");
+  const Launch launch(out);
+  SumRowsProblem p{};
+  p.T = out.size(0), p.N = out.size(1), p.top_k = int(top_k);
+  p.rows = from.data_ptr(), p.rows_stride = row_stride(from), p.rows_type = dtype(from);
+  p.out = out.data_ptr(), p.out_stride = row_stride(out), p.out_type = dtype(out);
+  p.vector = vectorizable(from, 1) && vectorizable(out, 1);
+  check(launch_sum_rows(p, launch.sms, launch.stream));
+}
+
+// Columns as _testing.py names them.
+Tensor config_table(const Tensor&) {
+  constexpr int kColumns = 9;
+  Tensor table = torch::stable::empty({kConfigCount, kColumns}, ScalarType::Long);
+  int64_t* row = static_cast<int64_t*>(table.data_ptr());
+  for (const Config& c : kConfigs) {
+    const int64_t values[kColumns] = {int64_t(c.op), int64_t(c.path), kTile,           kTile,       c.tile_k,
+                                      c.stages,      c.shared_bytes(), c.blocks_per_sm, c.vectorized};
+    for (const int64_t value : values) *row++ = value;
+  }
+  return table;
+}
+
+void force_config(const Tensor&, int64_t index) {
+  check(index >= -1 && index < kConfigCount, "no such configuration");
+  forced_config.store(int(index));
+}
+
+}  // namespace
+}  // namespace moe
+
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
+  ops.impl("gemm", TORCH_BOX(&moe::gemm));
+  ops.impl("gemm_combine", TORCH_BOX(&moe::gemm_combine));
+  ops.impl("weight_grad", TORCH_BOX(&moe::weight_grad));
+  ops.impl("sum_rows", TORCH_BOX(&moe::sum_rows));
+  ops.impl("config_table", TORCH_BOX(&moe::config_table));
+  ops.impl("force_config", TORCH_BOX(&moe::force_config));
+}
+
+// The test hooks tell of the library, not of a GPU, and answer on a machine without one too.
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
+  ops.impl("config_table", TORCH_BOX(&moe::config_table));
+  ops.impl("force_config", TORCH_BOX(&moe::force_config));
+}

@@ -1,0 +1,97 @@
+// Turns group offsets into tiles, on the device, in one block: no size is ever read by the host.
+#include "schedule.cuh"
+
+namespace moe {
+namespace {
+
+constexpr int kThreads = 1024;
+
+struct Max {
+  __device__ int operator()(int a, int b) const { return max(a, b); }
+};
+struct Sum {
+  __device__ int operator()(int a, int b) const { return a + b; }
+};
+
+// Inclusive scan over the block; both operators have 0 as a neutral element here.
+template <typename Operator>
+__device__ int block_scan(int value, Operator combine, int* warp_totals) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int step = 1; step < 32; step *= 2) {
+    const int below = __shfl_up_sync(~0u, value, step);
+    if (lane >= step) value = combine(value, below);
+  }
+  __syncthreads();  // the totals of an earlier scan have been read
+  if (lane == 31) warp_totals[warp] = value;
+  __syncthreads();
+  if (warp == 0) {
+    int total = warp_totals[lane];
+    for (int step = 1; step < 32; step *= 2) {
+      const int below = __shfl_up_sync(~0u, total, step);
+      if (lane >= step) total = combine(total, below);
+    }
+    warp_totals[lane] = total;
+  }
+  __syncthreads();
+  return warp ? combine(warp_totals[warp - 1], value) : value;
+}
+
+// Offsets become a running maximum within [0, S]: wrong ones may give wrong numbers, never a row outside the operands.
+__global__ void __launch_bounds__(kThreads) schedule_kernel(const int* offs, int S, int E, int tile_rows, bool cover_rest,
+                                                            int* bounds, int* tile_count, RowTile* tiles, int* claimed) {
+  __shared__ int warp_totals[32];
+  __shared__ int group_end[kThreads + 1], tiles_end[kThreads + 1];
+  int last_end = 0, tiles_before = 0;
+  // Group E stands for the rows past the last group.
+  for (int first = 0; first <= E; first += kThreads) {
+    const int group = first + int(threadIdx.x);
+    const int given = group < E ? min(max(offs[group], 0), S) : group == E ? S : 0;
+    const int end = max(last_end, block_scan(given, Max{}, warp_totals));
+    if (threadIdx.x == 0) group_end[0] = last_end;
+    group_end[threadIdx.x + 1] = end;
+    if (group < E) bounds[group + 1] = end;
+    __syncthreads();
+    if (tile_rows) {
+      const bool counted = group < E || (group == E && cover_rest);
+      const int rows = end - group_end[threadIdx.x];
+      const int count = counted ? (rows + tile_rows - 1) / tile_rows : 0;
+      if (threadIdx.x == 0) tiles_end[0] = 0;
+      tiles_end[threadIdx.x + 1] = block_scan(count, Sum{}, warp_totals);
+      __syncthreads();
+      const int total = tiles_end[kThreads];
+      for (int i = threadIdx.x; i < total; i += kThreads) {
+        int low = 0, high = kThreads;  // the group whose tiles hold i
+        while (high - low > 1) {
+          const int middle = (low + high) / 2;
+          (tiles_end[middle] <= i ? low : high) = middle;
+        }
+        const int row = group_end[low] + (i - tiles_end[low]) * tile_rows;
+        tiles[tiles_before + i] = {first + low < E ? first + low : -1, row, min(tile_rows, group_end[low + 1] - row), 0};
+      }
+      tiles_before += total;
+    }
+    last_end = group_end[kThreads];
+    __syncthreads();  // before the next groups overwrite the shared arrays
+  }
+  if (threadIdx.x == 0) {
+    bounds[0] = 0;
+    *tile_count = tiles_before;
+    *claimed = 0;
+  }
+}
+
+}  // namespace
+
+cudaError_t build_schedule(const int* offs, int S, int E, int tile_rows, bool cover_rest, int* scratch,
+                           cudaStream_t stream, Schedule* schedule) {
+  RowTile* tiles = reinterpret_cast<RowTile*>(scratch);
+  int* bounds = scratch + 4 * max_row_tiles(S, E, tile_rows);
+  int* tile_count = bounds + E + 1;
+  int* claimed = tile_count + 1;
+  *schedule = {bounds, tile_count, tiles, claimed};
+  schedule_kernel<<<1, kThreads, 0, stream>>>(offs, S, E, tile_rows, cover_rest, bounds, tile_count, tiles,
+                                             claimed);
+  return cudaGetLastError();
+}
+
+}  // namespace moe

@@ -1,0 +1,41 @@
+// Which tile a block works on: the raster over the row tiles that schedule.cu counts on the device.
+#pragma once
+
+#include "problem.h"
+
+namespace moe {
+
+struct TilePosition {
+  int row_tile, column_tile;
+};
+
+// Column tiles are taken `strip` at a time; inside a strip the row tiles advance, so that the strip's part of the output
+// and of the weights stays in L2 while the rows stream past.
+__device__ __forceinline__ TilePosition tile_position(int tile, int row_tiles, int column_tiles, int strip) {
+  const int strip_tiles = row_tiles * min(strip, column_tiles);
+  const int first_column = tile / strip_tiles * strip, inside = tile % strip_tiles;
+  const int columns = min(strip, column_tiles - first_column);
+  return {inside / columns, first_column + inside % columns};
+}
+
+// The next tile of this launch that no block has taken: blocks start with the tile of their index and then claim one
+// after the other, so that a block with short tiles takes more of them.
+__device__ __forceinline__ int claim_tile(const Schedule& schedule) { return gridDim.x + atomicAdd(schedule.claimed, 1); }
+
+// Upper bound of the row tiles of S rows over E experts, with one more group for rows past the last one; none where
+// tile_rows is 0.
+inline int64_t max_row_tiles(int64_t S, int64_t E, int tile_rows) {
+  if (tile_rows == 0) return 0;
+  const int64_t bound = S / tile_rows + E + 1;
+  return bound < S ? bound : S;
+}
+
+// 32-bit words of scratch that build_schedule() fills: tiles (first, for their alignment), bounds and two counters.
+inline int64_t schedule_words(int64_t S, int64_t E, int tile_rows) { return 4 * max_row_tiles(S, E, tile_rows) + E + 3; }
+
+// Fills `scratch` from the cumulative group ends `offs` (int32 [E]); tile_rows 0 leaves out the tiles. Rows past the
+// last group get tiles of expert -1 where `cover_rest` asks for them.
+cudaError_t build_schedule(const int* offs, int S, int E, int tile_rows, bool cover_rest, int* scratch,
+                           cudaStream_t stream, Schedule* schedule);
+
+}  // namespace moe

@@ -1,0 +1,118 @@
+"""Fixtures: the kernel as users load it, and every device, dtype and configuration that it runs on.
+
+The kernel always comes through `kernels.get_kernel`. LOCAL_KERNELS points it to the variant built in this checkout.
+"""
+
+import contextlib
+import functools
+import importlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import kernels
+import pytest
+import torch
+
+REPOSITORY = "phanerozoic/grouped-gemm-moe"
+os.environ.setdefault("LOCAL_KERNELS", f"{REPOSITORY}={Path(__file__).resolve().parents[1]}")
+
+torch.set_num_threads(1)  # the products are too small for more to help
+
+HAS_GPU = torch.cuda.is_available()
+DEVICES = ("cpu", "cuda") if HAS_GPU else ("cpu",)
+DTYPES = {"cpu": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+          "cuda": (torch.float32, torch.bfloat16, torch.float16)}  # fmt: skip
+
+
+@functools.cache
+def load_kernel():
+    return kernels.get_kernel(REPOSITORY, version=1, trust_remote_code=True)
+
+
+@functools.cache
+def load_part(name):
+    """A private module of the loaded kernel: `_ops`, `_testing`."""
+    return importlib.import_module(f"{load_kernel().__name__}.{name}")
+
+
+class Setting(NamedTuple):
+    """Where a test runs; `config` names the configuration to force, None leaves the choice to the package."""
+
+    device: str
+    dtype: torch.dtype
+    config: str | None = None
+
+    def __str__(self):
+        return "-".join(filter(None, (self.device, str(self.dtype).removeprefix("torch."), self.config)))
+
+
+PLACES = [Setting(device, dtype) for device in DEVICES for dtype in DTYPES[device]]
+
+
+@functools.cache
+def forced_settings():
+    """Every configuration of the GPU's variant with every dtype that it serves."""
+    if not HAS_GPU:
+        return []
+    return [
+        Setting("cuda", dtype, config.name)
+        for config in load_part("_testing").configs()
+        for dtype in ((torch.float32,) if config.path == "fp32" else (torch.bfloat16, torch.float16))
+    ]
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "kernels_ci: the subset that the kernels hub runs, under a minute")
+    config.addinivalue_line("markers", "gpu(memory=0): needs a GPU, with `memory` GiB free")
+
+
+def pytest_generate_tests(metafunc):
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", DEVICES)
+    if "place" in metafunc.fixturenames:
+        metafunc.parametrize("place", PLACES, ids=str)
+    if "setting" in metafunc.fixturenames:
+        forced = [
+            setting for setting in forced_settings() if setting.dtype != torch.float16
+        ]  # its tiles are bfloat16's
+        metafunc.parametrize("setting", [*PLACES, *forced], ids=str, indirect=True)
+
+
+def pytest_runtest_setup(item):
+    mark = item.get_closest_marker("gpu")
+    if mark is None:
+        return
+    if not HAS_GPU:
+        pytest.skip("needs a GPU")
+    needed = mark.kwargs.get("memory", 0)
+    if needed:
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        if free < needed:
+            pytest.skip(f"needs {needed} GiB of GPU memory, {free:.0f} are free")
+
+
+@pytest.fixture(scope="session")
+def kernel():
+    return load_kernel()
+
+
+@pytest.fixture(scope="session")
+def ops():
+    """The package's operators, `torch.ops.<namespace of this build>`."""
+    return load_part("_ops").ops
+
+
+@pytest.fixture(scope="session")
+def hooks():
+    """The package's private test hooks."""
+    return load_part("_testing")
+
+
+@pytest.fixture
+def setting(request):
+    """Every device and dtype with the automatic choice, then every configuration, forced during the test."""
+    config = request.param.config
+    with load_part("_testing").forced(config) if config else contextlib.nullcontext():
+        yield request.param

@@ -1,0 +1,332 @@
+"""Faults that users of such kernels met in the systems around them: training loops, compilers, graphs, devices.
+
+Faults of sizes, layouts, memory and skipped ids are in test_edges.py, of wrong calls in test_arguments.py, of gradients
+in test_gradients.py, of bits that change between runs in test_determinism.py, of tile shapes in test_configs.py.
+"""
+
+import itertools
+
+import oracle
+import problems
+import pytest
+import torch
+
+FUNCTIONS = problems.FUNCTIONS
+
+
+# Activations between two products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chunks_feed_a_second_product(kernel, device, dtype):
+    """Halves of a result, as operands and through an activation; gradients come back to both as slices."""
+    E, S, K, F = 4, 30, 16, 24
+    inputs = oracle.make(S, K, 2 * F, E, 1, dtype, device)
+    a, up = (t.requires_grad_() for t in (inputs.x, inputs.W))
+    down = oracle.make(0, F, K, E, 1, dtype, device, seed=1).W.requires_grad_()
+    sizes = torch.tensor([7, 0, 20, 3], device=device)
+
+    def layer(gemm, a, up, down):
+        gate, value = gemm(a, up, sizes).chunk(2, -1)
+        return gemm(torch.nn.functional.silu(gate) * value, down, sizes) + gemm(value, down, sizes)
+
+    y = layer(kernel.grouped_gemm, a, up, down)
+    dy = torch.randn_like(y)
+    got = torch.autograd.grad(y, (a, up, down), dy)
+    want = oracle.gradients(lambda *t: layer(oracle.grouped_gemm, *t), (a, up, down), dy)
+    # In bfloat16 each step between the products rounds once more, forward and backward.
+    limit = 1e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps / 2
+    for g, w, t in zip(got, want, (a, up, down), strict=True):
+        assert g.shape == t.shape and g.dtype == dtype
+        assert (g.double() - w).norm() <= limit * w.norm()
+
+
+# Expert parallelism
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("sentinel", [-1, "experts", 2**40])
+def test_shards_with_sentinels_sum_to_the_whole(kernel, device, sentinel):
+    """Each rank holds some experts, and gives every other id a sentinel; gradients are those of the whole too."""
+    x, W, ids, weights = oracle.make(30, 32, 16, 8, 4, device=device)
+    whole = problems.build("moe", oracle.Inputs(x, W, ids, weights))
+    dy = torch.randn(30, 16, device=device)
+    y, dx, dweights = 0, 0, 0
+    for first, last in ((0, 3), (3, 4), (4, 8)):
+        outside = last - first if sentinel == "experts" else sentinel
+        local = torch.where((ids >= first) & (ids < last), ids - first, outside)
+        shard = problems.build("moe", oracle.Inputs(x, W[first:last], local, weights))
+        part = problems.check(kernel, shard, dy)
+        _, gradients = problems.run(kernel, shard, dy)
+        y, dx, dweights = y + part, dx + gradients["x"], dweights + gradients["weights"]
+        assert not gradients["weights"][local != ids - first].any()
+    want = whole.gradients(dy)
+    oracle.assert_close(y, whole.want(x, W, weights), 1e-5)
+    oracle.assert_close(dx, want["x"], 1e-5)
+    oracle.assert_close(dweights, want["weights"], 1e-5)
+
+
+# Training loops
+
+
+@pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_autocast(kernel, device, function, autocast_dtype):
+    """Computes in autocast's dtype whatever mix of dtypes comes in; gradients go back in each input's own."""
+    base = problems.make(function, 20, 32, 16, 4, 2, autocast_dtype, device)
+    operands = [name for name in base.tensors if name != "weights"]
+    for wide in itertools.chain.from_iterable(itertools.combinations(operands, n) for n in range(len(operands) + 1)):
+        given = {name: t.float() if name in wide else t for name, t in base.tensors.items()}
+        problem = base._replace(tensors=given)
+        leaves = problem.leaves()
+        with torch.autocast(device, dtype=autocast_dtype):
+            y = problem.call(kernel, **leaves)
+        combined = "weights" in base.tensors
+        assert y.dtype == (torch.float32 if combined else autocast_dtype)
+        oracle.assert_close(y, base.want(*base.tensors.values()), oracle.tolerance(autocast_dtype, y.dtype))
+        dy = problem.incoming(y)
+        got = torch.autograd.grad(y, list(leaves.values()), dy)  # outside of autocast, as trainers do
+        want = problem.gradients(dy)
+        for (name, leaf), g in zip(leaves.items(), got, strict=True):
+            assert g.dtype == leaf.dtype, name
+            narrow = torch.float32 if name == "weights" else autocast_dtype
+            oracle.assert_close(g, want[name], oracle.tolerance(autocast_dtype, narrow))
+
+
+def test_autocast_leaves_float64_alone(kernel):
+    problem = problems.make("moe", 20, 32, 16, 4, 2, torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        problems.check(kernel, problem)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
+        problem = problems.make("moe", 20, 32, 16, 4, 2)
+        oracle.assert_close(problem.call(kernel, **problem.tensors), problem.want(*problem.tensors.values()), 1e-5)
+
+
+def test_current_weights_are_used(kernel, device):
+    """After an in-place optimiser step, with the storage swapped, and with a new parameter at an old address."""
+    x, W, ids, weights = oracle.make(20, 32, 16, 4, 2, device=device)
+    want = oracle.moe(x, W, ids, weights)
+    parameter = torch.nn.Parameter(W.clone())
+    oracle.assert_close(kernel.moe(x, parameter, ids, weights), want, 1e-5)
+    with torch.no_grad():
+        parameter.mul_(2)
+    oracle.assert_close(kernel.moe(x, parameter, ids, weights), 2 * want, 1e-5)
+    parameter.data = W * 3
+    oracle.assert_close(kernel.moe(x, parameter, ids, weights), 3 * want, 1e-5)
+    for factor in (5, 7):
+        del parameter
+        parameter = torch.nn.Parameter(W * factor)
+        oracle.assert_close(kernel.moe(x, parameter, ids, weights), factor * want, 1e-5)
+
+
+def test_activation_checkpointing(kernel, device):
+    """The forward runs again in backward, and gives the same gradients."""
+    problem = problems.make("moe", 20, 32, 16, 4, 2, device=device)
+    _, want = problems.run(kernel, problem)
+    leaves = problem.leaves()
+    y = torch.utils.checkpoint.checkpoint(lambda *t: problem.call(kernel, *t), *leaves.values(), use_reentrant=False)
+    y.backward(problem.incoming(y))
+    for name, leaf in leaves.items():
+        assert torch.equal(leaf.grad, want[name])
+
+
+def test_training_learns(kernel, device):
+    """A few optimiser steps through all three gradients fit a layer to another one."""
+    x, W, ids, weights = oracle.make(128, 16, 16, 4, 2, device=device)
+    target = oracle.moe(x, W, ids, weights).float()
+    learnt = [(t + 0.3 * torch.randn_like(t)).requires_grad_() for t in (W, weights)]
+    optimiser = torch.optim.Adam(learnt, lr=0.03)
+    losses = []
+    for _ in range(60):
+        loss = (kernel.moe(x, learnt[0], ids, learnt[1]) - target).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] / 10
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_function_transforms_are_right_or_refused(kernel, device, function):
+    """torch.func and forward-mode derivatives: torch may refuse them, but they are never silently wrong."""
+    problem = problems.make(function, 6, 8, 5, 3, 2, device=device)
+    _, want = problems.run(kernel, problem, torch.ones_like(problem.call(kernel, **problem.tensors)))
+    name, tensor = next(iter(problem.tensors.items()))
+
+    def total(t):
+        return problem.call(kernel, **problem.tensors | {name: t}).sum()
+
+    tangent = torch.ones_like(tensor)
+    attempts = {
+        "grad": (lambda: torch.func.grad(total)(tensor), want[name]),
+        "jvp": (lambda: torch.func.jvp(total, (tensor,), (tangent,))[1], (want[name] * tangent).sum()),
+        "vmap": (lambda: torch.func.vmap(total)(torch.stack([tensor, tensor])), torch.stack([total(tensor)] * 2)),
+    }
+    for transform, (attempt, expected) in attempts.items():
+        try:
+            got = attempt()
+        except (RuntimeError, NotImplementedError):
+            continue
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=0, msg=transform)
+
+
+# Compilers
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_meta_tensors_tell_shape_strides_and_dtype(kernel, device, function, dtype, out_dtype):
+    for T in (0, 33):
+        inputs = oracle.make(T, 64, 48, 8, 2, dtype, device)
+        transposed = inputs._replace(W=inputs.W.transpose(1, 2).contiguous().transpose(1, 2))
+        for given in (inputs, transposed, inputs._replace(x=torch.cat([inputs.x, inputs.x], 1)[:, :64])):
+            options = {"out_dtype": out_dtype} if out_dtype and function != "grouped_gemm" else {}
+            real = problems.build(function, given)
+            meta = real._replace(tensors={name: t.to("meta") for name, t in real.tensors.items()})
+            real_leaves, meta_leaves = real.leaves(), meta.leaves()
+            y = real.call(kernel, **real_leaves, **options)
+            fake = meta.call(kernel, **meta_leaves, **options)
+            assert (fake.shape, fake.stride(), fake.dtype) == (y.shape, y.stride(), y.dtype)
+            assert fake.device.type == "meta"
+            got = torch.autograd.grad(y, list(real_leaves.values()), torch.ones_like(y))
+            faked = torch.autograd.grad(fake, list(meta_leaves.values()), torch.ones_like(fake))
+            for g, f in zip(got, faked, strict=True):
+                assert (f.shape, f.stride(), f.dtype) == (g.shape, g.stride(), g.dtype)
+
+
+@pytest.fixture
+def dynamo():
+    torch._dynamo.reset()
+    yield torch._dynamo
+    torch._dynamo.reset()
+
+
+def test_one_graph_for_all_token_counts(kernel, device, dynamo):
+    """No recompilation as T varies: one static graph and one dynamic graph at most."""
+    from torch._dynamo.testing import CompileCounter
+
+    x, W, ids, weights = oracle.make(512, 32, 16, 8, 2, device=device)
+    counter = CompileCounter()
+    compiled = torch.compile(
+        lambda x, ids, weights: kernel.moe(x, W, ids, weights).square().sum(), backend=counter, fullgraph=True
+    )
+    for T in (64, 65, 100, 7, 512, 33, 2):
+        loss = compiled(x[:T].clone().requires_grad_(), ids[:T], weights[:T])
+        loss.backward()
+        want = oracle.moe(x[:T], W, ids[:T], weights[:T]).square().sum()
+        assert abs(float(loss.detach()) - float(want)) <= 1e-5 * float(want)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_compiled_in_one_graph(kernel, device, dynamo, function):
+    """Forward and backward through AOT autograd with static and dynamic sizes: the bits of eager."""
+    problem = problems.make(function, 33, 24, 16, 5, 2, device=device, distribution="skipped")
+    y, want = problems.run(kernel, problem)
+    for dynamic in (False, True):
+        compiled = torch.compile(
+            lambda **tensors: problem.call(kernel, **tensors), backend="aot_eager", fullgraph=True, dynamic=dynamic
+        )
+        leaves = problem.leaves()
+        got = compiled(**leaves)
+        assert torch.equal(got, y)
+        gradients = torch.autograd.grad(got, list(leaves.values()), problem.incoming(y))
+        for name, gradient in zip(leaves, gradients, strict=True):
+            assert torch.equal(gradient, want[name]), name
+
+
+# GPU: synchronisation, graphs, streams, devices
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_host_never_waits(kernel, function, k):
+    problem = problems.make(function, 100, 72, 64, 8, k, torch.bfloat16, "cuda")
+    problems.run(kernel, problem)
+    leaves = problem.leaves()
+    dy = problem.incoming(problem.call(kernel, **problem.tensors))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(problem.call(kernel, **leaves), list(leaves.values()), dy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_graph_replays_with_other_routing(kernel, dtype):
+    """Captured after one warm-up; every replay uses the ids, tokens and weights of its moment, however skewed."""
+    E = 16
+    x, W, ids, weights = oracle.make(256, 128, 136, E, 4, dtype, "cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        kernel.moe(x, W, ids, weights)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = kernel.moe(x, W, ids, weights)
+    for fill in (None, 0, E - 1, E, -1, None):
+        ids.copy_(torch.randint(0, E, ids.shape, device="cuda")) if fill is None else ids.fill_(fill)
+        x.normal_()
+        weights.uniform_()
+        graph.replay()
+        oracle.assert_close(y, oracle.moe(x, W, ids, weights), oracle.tolerance(dtype, y.dtype))
+
+
+@pytest.mark.gpu
+def test_graphed_training_step(kernel):
+    """Forward and backward in graphs, replayed with other routing."""
+    x, W, ids, weights = oracle.make(128, 64, 72, 8, 2, torch.bfloat16, "cuda")
+    leaves = [t.requires_grad_() for t in (x, W, weights)]
+    step = torch.cuda.make_graphed_callables(
+        lambda x, W, weights, ids: kernel.moe(x, W, ids, weights), (*leaves, ids)
+    )  # fmt: skip
+    for seed in (1, 2):
+        problem = problems.make("moe", 128, 64, 72, 8, 2, torch.bfloat16, "cuda", "skewed", seed)
+        ids = oracle.make(128, 64, 72, 8, 2, torch.bfloat16, "cuda", "skewed", seed).ids
+        given = problem.leaves()
+        y = step(given["x"], given["W"], given["weights"], ids)
+        oracle.assert_close(y, problem.want(*problem.tensors.values()), 1e-5)
+        dy = problem.incoming(y)
+        got = torch.autograd.grad(y, list(given.values()), dy)
+        problem.check_gradients(dict(zip(given, got, strict=True)), dy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_current_stream(kernel, function):
+    """On a side stream the work waits for what was queued there before it, and for nothing else."""
+    problem = problems.make(function, 200, 128, 136, 8, 2, device="cuda")
+    want = problems.run(kernel, problem)
+    scratch = problem._replace(tensors={name: torch.zeros_like(t) for name, t in problem.tensors.items()})
+    dy = problem.incoming(want[0])
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        for name, tensor in problem.tensors.items():
+            scratch.tensors[name].copy_(tensor)
+        y, gradients = problems.run(kernel, scratch, dy)
+    side.synchronize()
+    assert torch.equal(y, want[0])
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, want[1][name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_device_of_the_tensors(kernel, dtype):
+    """Right on a device that is not the current one, which stays current; two devices in one call are refused."""
+    assert torch.cuda.current_device() == 0
+    for function in FUNCTIONS:
+        problem = problems.make(function, 100, 128, 64, 8, 2, dtype, "cuda:1")
+        y = problems.check(kernel, problem)
+        assert y.device == torch.device("cuda:1") and torch.cuda.current_device() == 0
+    x, W, ids, weights = oracle.make(100, 128, 64, 8, 2, dtype, "cuda:1")
+    with pytest.raises(ValueError, match="cuda:0"):
+        kernel.moe(x.to("cuda:0"), W, ids, weights)

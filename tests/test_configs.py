@@ -1,0 +1,117 @@
+"""Every tile configuration forced in turn over shapes, dtypes and epilogues. The automatic choice would hide most."""
+
+import oracle
+import problems
+import pytest
+import torch
+from conftest import forced_settings
+
+pytestmark = pytest.mark.gpu
+
+ARCHITECTURES = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
+SHAPES = [  # T, K, N, E, k, distribution
+    (1, 1, 1, 1, 1, "uniform"),
+    (7, 9, 5, 3, 2, "repeated"),
+    (65, 64, 64, 4, 2, "empty_first"),
+    (130, 128, 128, 1, 1, "single"),
+    (300, 256, 272, 8, 4, "uniform"),
+    (300, 248, 264, 5, 3, "skewed"),
+    (129, 257, 131, 6, 2, "skipped"),
+    (513, 72, 520, 4, 2, "empty_last"),
+    (90, 1032, 40, 3, 2, "empty_middle"),
+    (40, 40, 24, 300, 8, "uniform"),
+    (1500, 64, 72, 2, 1, "single"),
+]
+
+
+@pytest.fixture(params=forced_settings(), ids=str)
+def forced(request, hooks):
+    with hooks.forced(request.param.config):
+        yield request.param
+
+
+@pytest.mark.parametrize("function", problems.FUNCTIONS)
+def test_every_shape(kernel, forced, function):
+    """Plain, gathered and combined; with weights, bias and row dots; row and column results: with all gradients."""
+    for *shape, distribution in SHAPES:
+        problem = problems.make(function, *shape, forced.dtype, forced.device, distribution)
+        try:
+            problems.check(kernel, problem)
+        except AssertionError as error:
+            raise AssertionError(f"{shape} {distribution}: {error}") from None
+
+
+@pytest.mark.parametrize("function", ["moe", "gather_gemm", "gemm_combine"])
+def test_every_result_dtype(kernel, forced, function):
+    for out_dtype in (torch.float32, torch.bfloat16, torch.float16):
+        problem = problems.make(function, 150, 136, 200, 5, 3, forced.dtype, forced.device, "skipped")
+        problems.check(kernel, problem, out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("function", ["moe", "grouped_gemm", "gather_gemm", "gemm_combine"])
+def test_transposed_and_misaligned_operands(kernel, forced, function):
+    """The weight of the backward and of [E, K, N] storage; rows off 16 bytes by their start or by their stride."""
+    for K, N in ((136, 200), (64, 67), (33, 64)):
+        problem = problems.make(function, 150, K, N, 5, 2, forced.dtype, forced.device)
+        for change in (
+            lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
+            lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view_as(t),
+            lambda t: torch.nn.functional.pad(t, (0, 3))[..., : t.shape[-1]],
+        ):
+            views = {name: change(t) for name, t in problem.tensors.items()}
+            problems.check(kernel, problem._replace(tensors=views))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_every_scale(kernel, forced, scale):
+    """A wrong tile cannot hide under an absolute tolerance: errors are judged by expert and column block."""
+    inputs = oracle.make(300, 256, 272, 8, 4, forced.dtype, forced.device)
+    x = (inputs.x.float() * scale).to(forced.dtype)
+    problems.check(kernel, problems.build("moe", inputs._replace(x=x)))
+
+
+@pytest.mark.parametrize("function", problems.FUNCTIONS)
+def test_same_bits(kernel, forced, function):
+    problem = problems.make(function, 1000, 264, 272, 8, 2, forced.dtype, forced.device, "skewed")
+    want, gradients = problems.run(kernel, problem)
+    for _ in range(5):
+        y, again = problems.run(kernel, problem)
+        assert torch.equal(y, want)
+        for name in gradients:
+            assert torch.equal(again[name], gradients[name]), name
+
+
+def test_forcing_ends(kernel, hooks):
+    """Afterwards the choice is automatic again, also when the name was wrong."""
+    names = [config.name for config in hooks.configs()]
+    assert names and len(set(names)) == len(names)
+    problem = problems.make("moe", 100, 264, 136, 4, 2, torch.bfloat16, "cuda")
+    want = problem.call(kernel, **problem.tensors)
+    for name in names:
+        with hooks.forced(name):
+            problem.call(kernel, **problem.tensors)
+    with pytest.raises(ValueError, match="no such tile"):
+        with hooks.forced("no such tile"):
+            pass
+    assert torch.equal(problem.call(kernel, **problem.tensors), want)
+
+
+def test_configurations_fit_where_they_may_be_picked(hooks):
+    """Shared memory of a block by compute capability, in KiB; each has a tile for every operator and alignment."""
+    limits = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+    configs = hooks.configs()
+    for arch in ARCHITECTURES:
+        chosen = [config for config in configs if config.selectable_on(arch)]
+        assert all(config.smem_bytes <= limits[arch] * 1024 for config in chosen), arch
+        for op in ("gemm", "weight_grad"):
+            assert any(c.op == op and c.path == "fp32" for c in chosen), (arch, op)
+            for vectorized in (True, False):
+                assert any(
+                    c.op == op and c.path == "mma" and c.vectorized == vectorized for c in chosen
+                ), (arch, op, vectorized)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_large_shape_runs_by_default(kernel, dtype):
+    problem = problems.make("moe", 2048, 1024, 1024, 8, 2, dtype, "cuda")
+    problems.check(kernel, problem)

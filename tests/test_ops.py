@@ -1,0 +1,244 @@
+"""The operators themselves: each combination of their flags into poisoned, fenced outputs, and torch's opcheck."""
+
+import itertools
+from contextlib import contextmanager
+
+import oracle
+import pytest
+import torch
+
+FENCE = 64  # elements of NaN before and behind an output, which keep it 16-byte aligned
+DOT_COLUMNS = 128
+
+
+@contextmanager
+def fenced(*shape, dtype, device, fill=float("nan")):
+    """An output full of `fill`, between NaN that must still be there afterwards."""
+    size = torch.Size(shape).numel()
+    buffer = torch.full((size + 2 * FENCE,), float("nan"), dtype=dtype, device=device)
+    out = buffer[FENCE : FENCE + size].view(shape)
+    out.fill_(fill)
+    yield out
+    assert buffer[:FENCE].isnan().all() and buffer[FENCE + size :].isnan().all(), "written outside the output"
+
+
+class Rows:
+    """Operands and index tensors for T tokens with k experts each, some skipped; everything in expert order too."""
+
+    def __init__(self, T, K, N, E, k, dtype, device, distribution="skipped"):
+        self.E, self.k, self.T, self.S, self.dtype = E, k, T, T * k, dtype
+        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.x, self.W, ids, weights = oracle.make(T, K, N, E, k, dtype, device, distribution)
+        self.dy = oracle.make(T, N, 1, 1, 1, dtype, device, seed=1).x
+        self.bias = oracle.make(E, N, 1, 1, 1, dtype, device, seed=2).x
+        self.weights = weights.flatten()
+        self.order, self.expert = oracle.expert_order(ids, E)
+        self.row_assignment = self.order.int()
+        self.offs = torch.bincount(self.expert, minlength=E + 1)[:E].cumsum(0).int()
+        self.token = self.order // max(k, 1)
+
+    def product(self, bias, weights):
+        """Rows of z and of weight * z, in float64."""
+        z = oracle.through_experts(self.x[self.token], self.W, self.expert, self.bias if bias else None)
+        return z, z * self.weights[self.order].double()[:, None] if weights else z
+
+
+def dots(z, other):
+    parts = (z * other.double()).split(DOT_COLUMNS, 1)
+    return torch.stack([part.sum(1) for part in parts])
+
+
+def tolerance(rows, out):
+    return oracle.tolerance(rows.dtype, out.dtype)
+
+
+FLAGS = list(itertools.product([False, True], repeat=5))
+
+
+@pytest.mark.parametrize("out", [None, torch.float32, torch.bfloat16], ids=str)
+def test_gemm(ops, setting, out):
+    """Gather, scatter, bias, weight and dot in every combination; every place of the output is written."""
+    rows = Rows(40, 72, 200, 5, 3, setting.dtype, setting.device)
+    if setting.dtype == torch.float64 and out is not None:
+        pytest.skip("float64 operands have float64 results")
+    for gather, scatter, bias, weighted, dotted in FLAGS:
+        z, want = rows.product(bias, weighted)
+        a = rows.x if gather else rows.x[rows.token]
+        dot_with = rows.dy if scatter else rows.dy[rows.token]
+        with (
+            fenced(rows.S, 200, dtype=out or rows.dtype, device=setting.device) as result,
+            fenced(2, rows.S, dtype=rows.wide, device=setting.device, fill=0) as dot,
+        ):
+            ops.gemm(
+                a, rows.W, rows.offs, rows.row_assignment, rows.k, gather, scatter,
+                rows.bias if bias else None, rows.weights if weighted else None,
+                dot_with if dotted else None, dot if dotted else None, result,
+            )  # fmt: skip
+            got = result[rows.order] if scatter else result
+            oracle.assert_close(got, want, tolerance(rows, result), rows.expert)
+            if dotted:
+                want = dots(z, rows.dy[rows.token])
+                oracle.assert_close(dot[:, rows.order], want, oracle.tolerance(rows.dtype, rows.wide))
+            else:
+                assert not dot.any()
+
+
+def test_gemm_of_rows_without_a_map(ops, setting):
+    """No row map: rows are their own assignments, as in grouped_gemm and its gradient."""
+    rows = Rows(90, 72, 136, 5, 1, setting.dtype, setting.device)
+    with fenced(rows.S, 136, dtype=rows.dtype, device=setting.device) as result:
+        ops.gemm(rows.x[rows.token], rows.W, rows.offs, None, 1, False, False, None, None, None, None, result)
+        oracle.assert_close(result, rows.product(False, False)[0], tolerance(rows, result), rows.expert)
+
+
+def test_gemm_combine(ops, setting):
+    """Adds to what is there; without an output it leaves the dots alone."""
+    rows = Rows(40, 72, 200, 5, 3, setting.dtype, setting.device)
+    for gather, bias, weighted, dotted, stored in FLAGS:
+        if not (dotted or stored):
+            continue
+        z, scaled = rows.product(bias, weighted)
+        want = torch.zeros(rows.T, 200, dtype=torch.float64, device=setting.device).index_add_(0, rows.token, scaled)
+        with (
+            fenced(rows.T, 200, dtype=rows.wide, device=setting.device, fill=3) as result,
+            fenced(2, rows.S, dtype=rows.wide, device=setting.device, fill=0) as dot,
+        ):
+            ops.gemm_combine(
+                rows.x if gather else rows.x[rows.token], rows.W, rows.offs, rows.row_assignment, rows.k, gather,
+                rows.bias if bias else None, rows.weights if weighted else None,
+                rows.dy if dotted else None, dot if dotted else None, result if stored else None,
+            )  # fmt: skip
+            oracle.assert_close(result, want + 3 if stored else torch.full_like(want, 3), tolerance(rows, result))
+            if dotted:
+                want = dots(z, rows.dy[rows.token])
+                oracle.assert_close(dot[:, rows.order], want, oracle.tolerance(rows.dtype, rows.wide))
+            else:
+                assert not dot.any()
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("wide", [False, True], ids=["own dtype", "wide"])
+def test_weight_grad(ops, setting, wide, transposed):
+    """Each operand gathered or not, scaled or not, stored or added to what is there, by rows or by columns."""
+    rows = Rows(90, 72, 136, 5, 2, setting.dtype, setting.device)
+    live = rows.expert < rows.E
+    for gather_x, gather_dy, weighted, accumulate in itertools.product([False, True], repeat=4):
+        d = rows.dy[rows.token]
+        if weighted:
+            d = (d * rows.weights[rows.order, None]).to(rows.dtype)
+        want = torch.zeros(rows.E, 136, 72, dtype=torch.float64, device=setting.device)
+        for e in range(rows.E):
+            mine = live & (rows.expert == e)
+            want[e] = d[mine].double().T @ rows.x[rows.token][mine].double()
+        start = 2.0 if accumulate else float("nan")
+        dtype = rows.wide if wide else rows.dtype
+        shape = (rows.E, 72, 136) if transposed else (rows.E, 136, 72)
+        with fenced(*shape, dtype=dtype, device=setting.device, fill=start) as result:
+            out = result.transpose(1, 2) if transposed else result
+            ops.weight_grad(
+                rows.x if gather_x else rows.x[rows.token],
+                rows.dy if gather_dy else rows.dy[rows.token],
+                rows.offs, rows.row_assignment, rows.k, gather_x, gather_dy,
+                rows.weights if weighted else None, accumulate, out,
+            )  # fmt: skip
+            oracle.assert_close(out, want + start if accumulate else want, tolerance(rows, out))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 8, 33])
+def test_sum_rows(ops, device, k):
+    """In slot order, in float32, rounded once: so to the last bit."""
+    for T, N in ((0, 8), (1, 1), (37, 130), (300, 7)):
+        rows = torch.randn(T * k, N, device=device)
+        want = torch.zeros(T, N, device=device)
+        for slot in rows.view(T, k, N).unbind(1):
+            want = want + slot
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            with fenced(T, N, dtype=dtype, device=device) as result:
+                ops.sum_rows(rows, k, result)
+                assert torch.equal(result, want.to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "offs",
+    [
+        (50, -3, 20, 90, 200),
+        (-1, -(2**31), 0, 10, 2**31 - 1),
+        (2**31 - 1, 0, 0, 0, 0),
+        (1000, 2000, 3000, 4000, 5000),
+        (-5, -4, -3, -2, -1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wrong_offsets_become_a_running_maximum(ops, dtype, offs):
+    """Clamped to the rows: nothing outside an output is written, and what is written follows the clamped offsets."""
+    rows = Rows(60, 72, 136, 5, 2, dtype, "cuda", "uniform")
+    clamped = torch.tensor(offs).cummax(0).values.clamp(0, rows.S)
+    sizes = clamped.diff(prepend=clamped.new_zeros(1))
+    rows.expert = oracle.row_experts(sizes, rows.S).cuda()
+    rows.offs = torch.tensor(offs, dtype=torch.int32, device="cuda")
+    _, want = rows.product(False, True)
+    with fenced(rows.S, 136, dtype=dtype, device="cuda") as result:
+        ops.gemm(
+            rows.x, rows.W, rows.offs, rows.row_assignment, 2, True, False, None, rows.weights, None, None, result
+        )  # fmt: skip
+        oracle.assert_close(result, want, tolerance(rows, result), rows.expert)
+    with fenced(rows.T, 136, dtype=torch.float32, device="cuda", fill=0) as result:
+        ops.gemm_combine(
+            rows.x, rows.W, rows.offs, rows.row_assignment, 2, True, None, rows.weights, None, None, result
+        )  # fmt: skip
+        summed = torch.zeros_like(want[: rows.T]).index_add_(0, rows.token, want)
+        oracle.assert_close(result, summed, tolerance(rows, result))
+    with fenced(5, 136, 72, dtype=dtype, device="cuda") as result:
+        ops.weight_grad(rows.x, rows.dy, rows.offs, rows.row_assignment, 2, True, True, None, False, result)
+        want = torch.zeros(5, 136, 72, dtype=torch.float64, device="cuda")
+        for e in range(5):
+            mine = rows.token[rows.expert == e]
+            want[e] = rows.dy[mine].double().T @ rows.x[mine].double()
+        oracle.assert_close(result, want, tolerance(rows, result))
+
+
+def samples(name, device):
+    """Arguments for opcheck: plain, strided, empty, and with every optional argument."""
+    for T, dtype, distribution in (
+        (9, torch.float32, "uniform"),
+        (9, torch.bfloat16, "skipped"),
+        (9, torch.float32, "all_skipped"),
+        (0, torch.float32, "uniform"),
+    ):
+        rows = Rows(T, 16, 24, 3, 2, dtype, device, distribution)
+        strided = torch.cat([rows.x, rows.x], 1)[:, :16].requires_grad_()
+        W = rows.W.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+        index = rows.offs, rows.row_assignment, 2
+
+        def new(*shape, dtype=torch.float32):
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        match name:
+            case "gemm":
+                yield rows.x, rows.W, *index, True, False, None, None, None, None, new(rows.S, 24, dtype=dtype)
+                yield (
+                    strided, W, *index, True, True, rows.bias, rows.weights, rows.dy, new(1, rows.S), new(rows.S, 24)
+                )  # fmt: skip
+                plain = strided[rows.token]
+                yield plain, W, rows.offs, None, 1, False, False, None, None, None, None, new(rows.S, 24, dtype=dtype)
+            case "gemm_combine":
+                yield rows.x, rows.W, *index, True, None, None, None, None, new(T, 24)
+                yield strided, W, *index, True, rows.bias, rows.weights, rows.dy, new(1, rows.S), new(T, 24)
+                yield strided, W, *index, True, None, None, rows.dy, new(1, rows.S), None
+                yield strided[rows.token], W, *index, False, None, rows.weights, None, None, new(T, 24)
+            case "weight_grad":
+                yield rows.x, rows.dy, *index, True, True, rows.weights, False, new(3, 24, 16, dtype=dtype)
+                yield strided, rows.dy, *index, True, True, None, True, new(3, 16, 24).transpose(1, 2)
+                yield strided[rows.token], rows.dy[rows.token], *index, False, False, None, False, new(3, 24, 16)
+            case "sum_rows":
+                yield torch.randn(rows.S, 24, device=device).requires_grad_(), 2, new(T, 24, dtype=dtype)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("name", ["gemm", "gemm_combine", "weight_grad", "sum_rows"])
+def test_opcheck(ops, device, name):
+    """Schema, autograd registration, fake kernels and AOT dispatch."""
+    for arguments in samples(name, device):
+        torch.library.opcheck(getattr(ops, name).default, arguments)

@@ -1,0 +1,237 @@
+"""The package as the hub sees it: build.toml, the folder of a built variant, and what importing it does."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import variants
+from kernels._rust import Backend, Build
+from variants import PACKAGE, ROOT, build_tool, run_build, run_python
+
+
+@pytest.fixture(scope="session")
+def variant(kernel):
+    """The folder of the variant that the tests load."""
+    return Path(kernel.__file__).parent
+
+
+@pytest.fixture
+def project_copy(tmp_path):
+    """A project of its own to change and build."""
+    root = tmp_path / "project"
+    ignore = shutil.ignore_patterns("__pycache__", "_ops.py", "registration.h")
+    shutil.copytree(ROOT / "torch-ext", root / "torch-ext", ignore=ignore)
+    shutil.copytree(ROOT / "csrc", root / "csrc")
+    shutil.copy(ROOT / "build.toml", root)
+    return root
+
+
+# build.toml
+
+
+def test_build_file_is_valid():
+    assert Build.open(ROOT).general.backends == [Backend.CPU, Backend.CUDA]
+
+
+def test_build_file_is_checked(project_copy):
+    build_file = project_copy / "build.toml"
+    build_file.write_text(build_file.read_text().replace("[torch]\n", "[torch]\nunheard-of = 1\n", 1))
+    with pytest.raises(ValueError, match="unheard-of"):
+        Build.open(project_copy)
+
+
+def test_build_file_lists_every_source():
+    project = build_tool.Project.read(ROOT, "cuda")
+    listed = sorted(name for section in project.sections for name in section.files)
+    native = [*(ROOT / "csrc").rglob("*"), *(ROOT / "torch-ext").glob("*.cpp"), *(ROOT / "torch-ext").glob("*.h")]
+    there = [p.relative_to(ROOT).as_posix() for p in native if p.is_file() and p.name != "registration.h"]
+    assert listed == sorted(there)
+
+
+def test_cpu_variant_needs_no_cuda_source():
+    project = build_tool.Project.read(ROOT, "cpu")
+    assert not [name for section in project.sections for name in section.files if name.startswith("csrc")]
+
+
+@pytest.mark.parametrize(
+    "gpus, portable, hopper",
+    [
+        (["8.0"], ["8.0"], []),
+        (["9.0"], ["9.0"], ["9.0a"]),
+        (["8.9", "9.0"], ["8.9", "9.0"], ["9.0a"]),
+        (["10.3"], ["10.0"], []),
+        (["12.0", "12.1"], ["12.0"], []),
+        (["7.5"], [], []),
+        (["13.0"], [], []),
+    ],
+)
+def test_architectures_of_a_section(gpus, portable, hopper):
+    def section(*capabilities):
+        return build_tool.Section([], [], [], list(capabilities))
+
+    assert section("8.0", "8.6", "8.9", "9.0", "10.0", "12.0").architectures(gpus) == portable
+    assert section("9.0a").architectures(gpus) == hopper
+
+
+def test_a_section_for_other_gpus_is_linked_as_ptx():
+    section = build_tool.Section([], [], [], ["9.0a"])
+    assert build_tool.gencode(section, ["8.0"]) == ["-gencode=arch=compute_90a,code=compute_90a"]
+    assert build_tool.gencode(section, ["9.0"]) == ["-gencode=arch=compute_90a,code=sm_90a"]
+
+
+# The variant of this machine
+
+
+def test_files(variant):
+    variants.check_files(variant)
+
+
+def test_metadata(variant):
+    variants.check_metadata(variant)
+
+
+def test_symbols(variant):
+    variants.check_symbols(variant)
+    assert "libtorch_cpu.so" in variants.libraries_needed_by(variants.library_of(variant))
+
+
+# Loading
+
+
+@pytest.mark.kernels_ci
+def test_public_names(kernel):
+    assert set(kernel.__all__) == {"Routing", "gather_gemm", "gemm_combine", "grouped_gemm", "moe", "route"}
+    assert all(hasattr(kernel, name) for name in kernel.__all__)
+
+
+def test_imports_are_relative():
+    allowed = {*sys.stdlib_module_names, "torch"}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module]
+            for name in names:
+                assert name.split(".")[0] in allowed, f"{path.name} imports {name}"
+
+
+def test_import_leaves_the_gpu_alone():
+    run_python(
+        """
+import kernels, torch
+def refuse(*_):
+    raise AssertionError("the import initialised CUDA")
+torch.cuda._lazy_init = torch._C._cuda_init = refuse
+kernels.get_kernel("phanerozoic/grouped-gemm-moe", version=1, trust_remote_code=True)
+assert not torch.cuda.is_initialized()
+"""
+    )
+
+
+def test_two_builds_in_one_process(project_copy):
+    """Builds of different contents have different names, so that both can be loaded."""
+    module = project_copy / "torch-ext" / "grouped_gemm_moe" / "__init__.py"
+    roots = []
+    for number in range(2):
+        root = project_copy.parent / f"build{number}"
+        module.write_text(module.read_text() + f"\nBUILD = {number}\n")
+        done = run_build("cpu", "--root", project_copy, "--output", root / "build")
+        assert done.returncode == 0, done.stderr
+        roots.append(root)
+    out = run_python(
+        """
+import sys, torch
+from pathlib import Path
+from kernels import get_local_kernel
+first, second = (get_local_kernel(Path(root), backend="cpu") for root in sys.argv[1:])
+assert first.__name__ != second.__name__ and (first.BUILD, second.BUILD) == (0, 1)
+a, W, sizes = torch.randn(3, 4), torch.randn(2, 5, 4), torch.tensor([1, 2])
+assert torch.equal(first.grouped_gemm(a, W, sizes), second.grouped_gemm(a, W, sizes))
+print("both")
+""",
+        *roots,
+    )
+    assert out == "both\n"
+
+
+def test_get_kernel_takes_the_variant_of_this_checkout(kernel, variant):
+    backend = "cuda" if torch.cuda.is_available() else "cpu"
+    assert variant.parent == ROOT / "build"
+    assert kernel.__name__.startswith(f"_grouped_gemm_moe_{backend}_")
+    assert run_build("--where").stdout == f"{variant}\n"
+
+
+# The build tool
+
+
+def test_same_contents_are_built_once(project_copy):
+    first = run_build("cpu", "--root", project_copy)
+    again = run_build("cpu", "--root", project_copy)
+    assert "Built" in first.stdout and "up to date" in again.stdout
+    module = project_copy / "torch-ext" / "grouped_gemm_moe" / "__init__.py"
+    module.write_text(module.read_text() + "\n# changed\n")
+    assert "Built" in run_build("cpu", "--root", project_copy).stdout
+
+
+def test_only_listed_files_are_compiled(project_copy):
+    build_file = project_copy / "build.toml"
+    build_file.write_text(build_file.read_text().replace('  "torch-ext/torch_binding.h",\n', ""))
+    done = run_build("cpu", "--root", project_copy)
+    assert done.returncode == 1
+    assert "torch_binding.h: No such file" in done.stderr
+    assert done.stderr.endswith("torch-ext/torch_binding.cpp did not compile.\n")
+    assert not list((project_copy / "build").glob("torch-*"))
+
+
+def test_a_listed_file_that_is_missing_is_named(project_copy):
+    (project_copy / "torch-ext" / "torch_binding.h").unlink()
+    done = run_build("cpu", "--root", project_copy)
+    assert done.returncode == 1
+    assert done.stderr == "build.py: torch-ext/torch_binding.h is listed in build.toml but is not there.\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, environment, message",
+    [
+        (["cpu"], {"CXX": "no-such-compiler"}, "No C++ compiler: no-such-compiler was not found"),
+        (["cuda", "--nvcc", "/no/such/nvcc"], {}, "No CUDA compiler: /no/such/nvcc does not exist"),
+    ],
+)
+def test_a_missing_compiler_is_one_sentence(tmp_path, arguments, environment, message):
+    done = run_build(*arguments, "--output", tmp_path / "build", **environment)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith(f"build.py: {message}") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "build").exists()
+
+
+def test_source_digest_follows_the_sources(project_copy):
+    shutil.copytree(ROOT / "tools", project_copy / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def digest():
+        tool = project_copy / "tools" / "source_digest.py"
+        return subprocess.run([sys.executable, tool], capture_output=True, text=True, check=True).stdout.split()[-1]
+
+    before = digest()
+    assert re.fullmatch("[0-9a-f]{64}", before)
+    (project_copy / "README.md").write_text("not a source")
+    assert digest() == before
+    (project_copy / "csrc" / "new.cuh").touch()
+    added = digest()
+    (project_copy / "csrc" / "new.cuh").write_text("//")
+    assert len({before, added, digest()}) == 3
+
+
+# Style
+
+
+@pytest.mark.parametrize("arguments", [["check"], ["format", "--check"]], ids=" ".join)
+def test_style(arguments):
+    done = subprocess.run([sys.executable, "-m", "ruff", *arguments, "."], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

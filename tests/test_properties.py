@@ -1,0 +1,107 @@
+"""Properties that hold for any sizes, drawn by hypothesis."""
+
+import oracle
+import problems
+import torch
+from conftest import DEVICES, DTYPES
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+budget = settings(
+    max_examples=100, deadline=None, database=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+
+sizes = st.fixed_dictionaries(
+    {
+        "T": st.integers(0, 140),
+        "K": st.integers(1, 150),
+        "N": st.integers(1, 150),
+        "E": st.integers(1, 20),
+        "k": st.integers(1, 6),
+        "distribution": st.sampled_from(oracle.DISTRIBUTIONS),
+        "seed": st.integers(0, 2**31),
+    }
+)
+devices = st.sampled_from(DEVICES)
+device_and_dtype = devices.flatmap(lambda device: st.tuples(st.just(device), st.sampled_from(DTYPES[device])))
+functions = st.sampled_from(problems.FUNCTIONS)
+
+
+@budget
+@given(functions, device_and_dtype, sizes)
+def test_any_problem(kernel, function, place, sizes):
+    device, dtype = place
+    problems.check(kernel, problems.make(function, **sizes, dtype=dtype, device=device))
+
+
+def strides(draw, t):
+    """A view with t's values whose dimensions lie in any order, with gaps, at any offset."""
+    order = draw(st.permutations(range(t.dim())))
+    gaps = [draw(st.integers(0, 3)) for _ in order]
+    steps = [draw(st.integers(1, 2)) for _ in order]
+    starts = [draw(st.integers(0, 3)) for _ in order]
+    shape = [starts[d] + steps[d] * t.shape[d] + gaps[d] for d in order]
+    buffer = torch.full(shape, float("nan"), dtype=t.dtype, device=t.device)
+    view = buffer.permute([order.index(d) for d in range(t.dim())])
+    for d in range(t.dim()):
+        view = view.narrow(d, starts[d], steps[d] * t.shape[d])
+    view = view[tuple(slice(None, None, step) for step in steps)]
+    view.copy_(t)
+    return view
+
+
+@budget
+@given(st.data(), functions, device_and_dtype, sizes)
+def test_any_strides(kernel, data, function, place, sizes):
+    device, dtype = place
+    problem = problems.make(function, **sizes, dtype=dtype, device=device)
+    views = {name: strides(data.draw, t) for name, t in problem.tensors.items()}
+    dy = problem.incoming(problem.call(kernel, **problem.tensors))
+    problems.check(kernel, problem._replace(tensors=views), strides(data.draw, dy))
+
+
+@budget
+@given(devices, sizes, st.integers(-20, 20))
+def test_power_of_two_scales_exactly(kernel, device, sizes, exponent):
+    x, W, ids, weights = oracle.make(**sizes, device=device)
+    with problems.deterministic():
+        want = kernel.moe(x, W, ids, weights) * 2.0**exponent
+        assert torch.equal(kernel.moe(x, W, ids, weights * 2.0**exponent), want)
+        assert torch.equal(kernel.moe(x * 2.0**exponent, W, ids, weights), want)
+        assert torch.equal(kernel.moe(x, W * 2.0**exponent, ids, weights), want)
+
+
+@budget
+@given(devices, sizes)
+def test_names_of_experts_do_not_matter(kernel, device, sizes):
+    """Experts in another order, with ids to match, give the same bits."""
+    x, W, ids, weights = oracle.make(**sizes, device=device)
+    E = len(W)
+    new = torch.randperm(E, device=device)  # the new id of each expert
+    renamed = torch.where(oracle.is_live(ids, E), new[ids.clamp(0, E - 1)], ids)
+    with problems.deterministic():
+        assert torch.equal(kernel.moe(x, W[new.argsort()], renamed, weights), kernel.moe(x, W, ids, weights))
+
+
+@budget
+@given(devices, sizes, st.integers(0, 20))
+def test_shards_of_experts_add_up(kernel, device, sizes, cut):
+    """Two ranks, each with some of the experts and ids outside them for the rest, sum to the whole layer."""
+    x, W, ids, weights = oracle.make(**sizes, device=device)
+    E = len(W)
+    cut = 1 + cut % E
+    parts = kernel.moe(x, W[:cut], torch.where(ids < cut, ids, cut), weights).double()
+    if cut < E:
+        parts = parts + kernel.moe(x, W[cut:], torch.where(oracle.is_live(ids, E), ids - cut, -1), weights)
+    oracle.assert_close(parts, oracle.moe(x, W, ids, weights), 1e-5)
+
+
+@budget
+@given(devices, sizes)
+def test_routing_is_a_permutation(kernel, device, sizes):
+    _, W, ids, _ = oracle.make(**sizes, device=device)
+    routing = kernel.route(ids, len(W))
+    order, expert = oracle.expert_order(ids, len(W))
+    assert torch.equal(routing.row_assignment, order.int())
+    assert torch.equal(routing.row_assignment.sort().values, torch.arange(ids.numel(), device=device).int())
+    assert int(routing.offs[-1]) == int((expert < len(W)).sum())

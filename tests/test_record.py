@@ -1,0 +1,247 @@
+"""The GPU record and its tools: README in step with it, its form, how measurements enter it, that failures show."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import readme_tables  # noqa: E402
+import record as records  # noqa: E402
+import record_gpu  # noqa: E402
+
+NOW, BEFORE = "a" * 64, "b" * 64
+STAMP = {"source_digest": NOW, "date": "2026-11-30"}
+ROW = {
+    **{"op": "moe", "shape": "seed", "T": 4096, "K": 2048, "N": 2048, "I": None, "E": 8, "k": 2, "dtype": "bf16"},
+    **{"path": "mma", "mode": "eager", "pass": "fwd", "distribution": "uniform", "ms": 0.2, "tflops": 687.2},
+    **{"dense_ms": 0.1, "bytes_peak": 34_000_000, "peers": {"unfused": 0.5}, **STAMP},
+}
+RECORD = {
+    **{"gpu": "NVIDIA Test 1", "torch": "2.11.0", "cuda": "13.0"},
+    "tests": {"passed": 10, "failed": 0, "skipped": 1, **STAMP},
+    "sanitizer": {"memcheck": 0, "racecheck": 0, **STAMP},
+    "correctness": [
+        {"name": "moe", "dtype": "fp32", "metric": "max relative", "value": 1e-6, "limit": 1e-5, **STAMP},
+    ],
+    "rows": [ROW, {**ROW, "pass": "fwd+bwd", "ms": 0.6, "peers": {}}],
+}
+MACHINE = {name: RECORD[name] for name in records.MACHINE}
+README = (
+    "before\n<!-- table:correctness -->\n<!-- /table -->\n<!-- table:speed -->\nlast year\n<!-- /table -->\nafter\n"
+)
+
+
+def changed(**parts):
+    return {**copy.deepcopy(RECORD), **parts}
+
+
+def tables(*found):
+    return readme_tables.with_tables(README, list(found), NOW)
+
+
+def recorded():
+    return sorted(records.RESULTS.glob("*.json"))
+
+
+def test_readme_is_in_step_with_the_record():
+    succeed("tools/readme_tables.py", "--check")
+
+
+@pytest.mark.parametrize("file", recorded(), ids=lambda file: file.stem)
+def test_each_record_has_the_form(file):
+    assert records.record_mismatches(json.loads(file.read_text())) == []
+
+
+def test_the_form_accepts_a_record_and_part_of_one():
+    assert records.record_mismatches(RECORD) == []
+    assert records.record_mismatches(MACHINE) == []
+
+
+@pytest.mark.parametrize(
+    "record, found",
+    [
+        (changed(tests={"passed": 10, **STAMP}), ["record.tests lacks failed", "record.tests lacks skipped"]),
+        (changed(sanitizer={**RECORD["sanitizer"], "memcheck": "0"}), ["record.sanitizer.memcheck is '0'"]),
+        (changed(rows=[ROW, {**ROW, "speed": 1}]), ["record.rows[1] should not have speed"]),
+        (changed(rows=[{**ROW, "peers": {"unfused": None}}]), ["record.rows[0].peers.unfused is None"]),
+        (changed(rows=ROW), [f"record.rows is {ROW!r}"]),
+        (changed(notes="fast"), ["record should not have notes"]),
+    ],
+)
+def test_the_form_refuses(record, found):
+    assert records.record_mismatches(record) == found
+
+
+def test_rows_replace_those_of_their_kind():
+    again = {**ROW, "ms": 0.15}
+    other = {**ROW, "path": "wgmma"}
+    result = records.merged(RECORD, {**MACHINE, "rows": [other, again]})
+    assert result["rows"] == [again, RECORD["rows"][1], other]
+    assert {**result, "rows": None} == {**RECORD, "rows": None}
+
+
+def test_other_parts_are_replaced_whole():
+    part = [{**RECORD["correctness"][0], "name": "grouped_gemm"}]
+    result = records.merged(RECORD, {**MACHINE, "torch": "2.13.0", "correctness": part})
+    assert result == changed(torch="2.13.0", correctness=part)
+
+
+def test_the_first_part_makes_a_record():
+    assert records.merged({}, {**MACHINE, "rows": [ROW]}) == {**MACHINE, "rows": [ROW]}
+
+
+def test_a_record_keeps_to_one_gpu():
+    with pytest.raises(ValueError, match="NVIDIA Test 1.*NVIDIA Test 2"):
+        records.merged(RECORD, {**MACHINE, "gpu": "NVIDIA Test 2", "rows": []})
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "results" / "test.json"
+    records.write(file, RECORD)
+    assert records.read(file) == RECORD
+    with pytest.raises(ValueError):
+        records.write(file, changed(gpu=float("nan")))
+    assert records.read(file) == RECORD
+    assert records.read(tmp_path / "none.json") == {}
+
+
+def test_tables_show_the_figures():
+    text = tables(RECORD)
+    assert "| moe | fp32 | max relative | 1.0e-06 | 1.0e-05 | yes |" in text
+    assert "Tests: 10 passed, 0 failed, 1 skipped." in text
+    assert "memcheck 0 errors, racecheck 0 errors." in text
+    sizes = "4096, 2048, 2048, 8, 2"
+    assert f"| moe seed | {sizes} | bf16 | mma | fwd | 0.200 | 687 | 0.50 | 2.50 | 34 |" in text
+    assert f"| moe seed | {sizes} | bf16 | mma | fwd+bwd | 0.600 | 687 | 0.50 |  | 34 |" in text
+    assert text.startswith("before\n") and text.endswith("after\n") and "last year" not in text
+    assert readme_tables.with_tables(text, [RECORD], NOW) == text
+    assert readme_tables.OLDER not in text
+
+
+def test_tables_without_a_record_say_so():
+    assert tables().count(readme_tables.NO_RECORD) == 2
+
+
+def test_tables_mark_what_is_older_than_the_sources():
+    old = {**ROW, "source_digest": BEFORE}
+    text = tables(changed(rows=[ROW, {**old, "pass": "fwd+bwd"}]))
+    assert text.count("moe seed † |") == 1 and text.count(readme_tables.OLDER_NOTE) == 1
+    assert readme_tables.is_older(changed(tests={**RECORD["tests"], "source_digest": BEFORE}), NOW)
+    assert not readme_tables.is_older(RECORD, NOW)
+
+
+@pytest.mark.parametrize(
+    "record, shown",
+    [
+        (changed(tests={**RECORD["tests"], "failed": 2}), "**2 failed**"),
+        (changed(sanitizer={**RECORD["sanitizer"], "memcheck": 3}), "memcheck **3 errors**, racecheck 0 errors"),
+        (changed(sanitizer={**RECORD["sanitizer"], "racecheck": None}), "racecheck **could not finish**"),
+        (changed(correctness=[{**RECORD["correctness"][0], "value": 2e-5}]), "| 2.0e-05 | 1.0e-05 | **no** |"),
+        (changed(correctness=[{**RECORD["correctness"][0], "value": None}]), "| none | 1.0e-05 | **no** |"),
+        (changed(rows=[{**ROW, "ms": None, "tflops": None, "dense_ms": None, "peers": {}}]), "**failed**"),
+    ],
+)
+def test_tables_show_failures(record, shown):
+    assert records.record_mismatches(record) == []
+    assert shown in tables(record)
+
+
+@pytest.mark.parametrize("marks", ["", "<!-- table:speed -->\n<!-- /table -->\n" * 2])
+def test_tables_need_their_place(marks):
+    with pytest.raises(SystemExit, match="should have one"):
+        readme_tables.with_tables("<!-- table:correctness -->\n<!-- /table -->\n" + marks, [RECORD], NOW)
+
+
+def test_tests_are_counted():
+    suite = '<testsuites><testsuite tests="9" failures="2" errors="1" skipped="3"/></testsuites>'
+    assert record_gpu.count_tests(suite, 1) == {"passed": 3, "failed": 3, "skipped": 3}
+    good = '<testsuites><testsuite tests="2" failures="0" errors="0" skipped="0"/></testsuites>'
+    assert record_gpu.count_tests(good, 0) == {"passed": 2, "failed": 0, "skipped": 0}
+    assert record_gpu.count_tests(good, 3) == {"passed": 2, "failed": 1, "skipped": 0}
+    assert record_gpu.count_tests(None, 139) == {"passed": 0, "failed": 1, "skipped": 0}
+
+
+def test_sanitizer_errors_are_counted():
+    memcheck, racecheck = "===== ERROR SUMMARY: {} errors\n", "== RACECHECK SUMMARY: {} hazards displayed (0 errors)\n"
+    assert record_gpu.count_errors("memcheck", memcheck.format(0), 0) == 0
+    assert record_gpu.count_errors("memcheck", memcheck.format(12), 0) == 12
+    assert record_gpu.count_errors("racecheck", racecheck.format(4), 0) == 4
+    assert record_gpu.count_errors("memcheck", memcheck.format(0), 1) is None
+    assert record_gpu.count_errors("memcheck", "Device not supported\n", 0) is None
+
+
+def test_a_part_that_fails_is_recorded_and_told(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "test.json"
+    counts = {"passed": 1, "failed": 2, "skipped": 0}
+    correctness = [{"name": "moe", "dtype": "fp32", "metric": "max relative", "value": 1e-6, "limit": 1e-5}]
+    parts = {"tests": lambda args: (counts, False), "correctness": lambda args: (correctness, True)}
+    monkeypatch.setattr(record_gpu, "PARTS", parts)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test 1")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    monkeypatch.setattr(sys, "argv", ["record_gpu.py", "--output", str(file)])
+    assert record_gpu.main() == 1
+    assert "tests FAILED" in capsys.readouterr().out
+    record = records.read(file)
+    assert records.record_mismatches(record) == []
+    assert {**record["tests"], **counts} == record["tests"] and record["correctness"][0]["value"] == 1e-6
+
+    monkeypatch.setattr(sys, "argv", ["record_gpu.py", "--output", str(file), "--only", "correctness"])
+    assert record_gpu.main() == 0
+    assert records.read(file)["tests"] == record["tests"]
+
+
+def test_a_gpu_names_its_file():
+    assert record_gpu.file_name("NVIDIA H200") == "h200"
+    assert record_gpu.file_name("NVIDIA RTX PRO 6000 Blackwell") == "rtx-pro-6000-blackwell"
+
+
+def succeed(*command):
+    """Runs it with one thread: threads that wait for each other make small problems slow on a busy machine."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def measured(script, tmp_path, *options):
+    file = tmp_path / "rows.json"
+    succeed(f"benchmarks/{script}", "--device", "cpu", "--json", file, *options)
+    return json.loads(file.read_text())
+
+
+def test_speed_is_measured_on_a_cpu_too(tmp_path):
+    rows = measured("compare.py", tmp_path, "--shapes", "cpu-top2", "--dtypes", "fp32")
+    assert records.mismatches(rows, [records.ROW]) == []
+    kinds = {(row["op"], row["pass"]) for row in rows}
+    assert kinds == {(op, pass_) for op in ("moe", "grouped_gemm") for pass_ in ("fwd", "fwd+bwd")}
+    assert all(row["ms"] > 0 and set(row["peers"]) == {"loop"} for row in rows)
+
+
+def test_correctness_is_measured_on_a_cpu_too(tmp_path):
+    rows = measured("correctness.py", tmp_path)
+    assert records.mismatches(rows, [records.CORRECTNESS]) == []
+
+
+def test_the_hub_can_run_the_benchmark():
+    pytest.importorskip("tabulate")
+    cli = ["-c", "from kernels.cli import main; main()"]
+    succeed(*cli, "benchmark", ".", "--iterations", "3", "--warmup", "1")
+
+
+def test_the_sanitizer_sweep_computes_what_it_checks(monkeypatch):
+    import sanitize_sweep
+
+    monkeypatch.setattr(sanitize_sweep, "DEVICE", "cpu")
+    torch.manual_seed(0)
+    for features, outputs in sanitize_sweep.ALIGNED, sanitize_sweep.UNALIGNED:
+        sanitize_sweep.sweep(torch.float32, features, outputs, transposed=True)
+    assert not torch.are_deterministic_algorithms_enabled()

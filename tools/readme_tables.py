@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+"""Write README's tables from the records in benchmarks/results; with --check, only say whether they are in step.
+
+A table stands between the lines `<!-- table:NAME -->` and `<!-- /table -->`, NAME being `correctness` or `speed`.
+"""
+
+import argparse
+import re
+import sys
+
+import record as records
+from source_digest import source_digest
+
+README = records.ROOT / "README.md"
+NO_RECORD = "Nothing is recorded yet: `make record` on a machine with a GPU measures it."
+OLDER = "†"
+OLDER_NOTE = f"{OLDER} measured on sources that have changed since."
+CAPTION = (
+    "Medians of one run, the L2 flushed before each. *Of dense*: cuBLAS's time for products of as many operations "
+    "(one, or three with the backward) over ours. The columns after it: how many times as fast as each peer."
+)
+PRODUCTS = {"fwd": 1, "fwd+bwd": 3}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; the exit status is 1 if a table is not in step"
+    )
+    args = parser.parse_args()
+    found = {file.stem: records.read(file) for file in sorted(records.RESULTS.glob("*.json"))}
+    digest = source_digest()
+    for name, record in found.items():
+        if is_older(record, digest):
+            print(f"{name}: the record, or part of it, is older than the sources")
+    text = README.read_text()
+    wanted = with_tables(text, list(found.values()), digest)
+    if args.check:
+        if text != wanted:
+            print(
+                "README.md is not in step with benchmarks/results: run python tools/readme_tables.py", file=sys.stderr
+            )
+        return int(text != wanted)
+    README.write_text(wanted)
+    return 0
+
+
+def with_tables(text: str, found: list[dict], digest: str) -> str:
+    """The text with its tables made anew from the records."""
+    for name, table in {"correctness": correctness_table, "speed": speed_table}.items():
+        block = re.compile(rf"(<!-- table:{name} -->\n).*?(<!-- /table -->)", re.DOTALL)
+        body = "\n\n".join(table(record, digest) for record in found) or NO_RECORD
+        text, count = block.subn(lambda m, body=body: f"{m[1]}\n{body}\n\n{m[2]}", text)
+        if count != 1:
+            raise SystemExit(f"README.md has {count} places for the table {name}, and should have one")
+    return text
+
+
+def correctness_table(record: dict, digest: str) -> str:
+    lines = [heading(record), *summaries(record, digest)]
+    if rows := record.get("correctness"):
+        header = ["", "dtype", "error", "measured", "limit", "holds"]
+        lines += [markdown(header, [correctness_row(row, digest) for row in rows])]
+    return "\n\n".join(lines + note(record, ("tests", "sanitizer", "correctness"), digest))
+
+
+def correctness_row(row: dict, digest: str) -> list[str]:
+    value, limit = row["value"], row["limit"]
+    holds = "yes" if value is not None and value <= limit else "**no**"
+    return [row["name"] + mark(row, digest), row["dtype"], row["metric"], scientific(value), scientific(limit), holds]
+
+
+def summaries(record: dict, digest: str) -> list[str]:
+    """A sentence each for the tests and the sanitizer, as far as they are recorded."""
+    lines = []
+    if tests := record.get("tests"):
+        failed = f"**{tests['failed']} failed**" if tests["failed"] else "0 failed"
+        lines += [f"Tests: {tests['passed']} passed, {failed}, {tests['skipped']} skipped{mark(tests, digest)}."]
+    if sanitizer := record.get("sanitizer"):
+        counts = ", ".join(f"{tool} {errors(sanitizer[tool])}" for tool in ("memcheck", "racecheck"))
+        lines += [f"compute-sanitizer: {counts}{mark(sanitizer, digest)}."]
+    return lines
+
+
+def errors(count: int | None) -> str:
+    return "**could not finish**" if count is None else "0 errors" if count == 0 else f"**{count} errors**"
+
+
+def speed_table(record: dict, digest: str) -> str:
+    found = record.get("rows", [])
+    if not found:
+        return f"{heading(record)}\n\n{NO_RECORD}"
+    peers = list(dict.fromkeys(name for row in found for name in row["peers"]))
+    header = [
+        "",
+        "T, K, N, E, k",
+        "dtype",
+        "kernels",
+        "pass",
+        "ms",
+        "TFLOP/s",
+        "of dense",
+        *(f"× {name}" for name in peers),
+        "peak MB",
+    ]
+    rows = [speed_row(row, peers, digest) for row in found]
+    return "\n\n".join([heading(record), CAPTION, markdown(header, rows), *note(record, ("rows",), digest)])
+
+
+def speed_row(row: dict, peers: list[str], digest: str) -> list[str]:
+    sizes = ", ".join(str(row[name]) for name in ("T", "K", "N", "E", "k"))
+    pass_ = row["pass"] + (", graph" if row["mode"] == "graph" else "")
+    which = [f"{row['op']} {row['shape']}{mark(row, digest)}", sizes, row["dtype"], row["path"], pass_]
+    ms = row["ms"]
+    if ms is None:
+        return [*which, "**failed**", *[""] * (3 + len(peers))]
+    dense = row["dense_ms"] * PRODUCTS[row["pass"]] / ms
+    ratios = [f"{row['peers'][name] / ms:.2f}" if name in row["peers"] else "" for name in peers]
+    peak = "" if row["bytes_peak"] is None else f"{row['bytes_peak'] / 1e6:.0f}"
+    return [*which, f"{ms:.3f}", f"{row['tflops']:.0f}", f"{dense:.2f}", *ratios, peak]
+
+
+def heading(record: dict) -> str:
+    return f"**{record['gpu']}**, torch {record['torch']}, CUDA {record['cuda']}."
+
+
+def mark(item: dict, digest: str) -> str:
+    return "" if item["source_digest"] == digest else f" {OLDER}"
+
+
+def note(record: dict, parts: tuple[str, ...], digest: str) -> list[str]:
+    return [OLDER_NOTE] if is_older({part: record[part] for part in parts if part in record}, digest) else []
+
+
+def is_older(record: dict, digest: str) -> bool:
+    parts = [record[name] for name in records.PARTS if name in record]
+    items = [item for part in parts for item in (part if isinstance(part, list) else [part])]
+    return any(item["source_digest"] != digest for item in items)
+
+
+def scientific(value: float | None) -> str:
+    return "none" if value is None else "0" if value == 0 else f"{value:.1e}"
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Measure the built package on this machine's GPU and keep the figures in benchmarks/results.
+
+    python tools/record_gpu.py                      everything
+    python tools/record_gpu.py --only tests,rows    some parts; the others stay as they are
+
+The record is written after each part. A part that fails is recorded as it failed, and the exit status is 1.
+Build first (tools/build.py): what is measured is the variant in build/.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import record as records
+import torch
+from source_digest import source_digest
+
+BENCHMARKS = records.ROOT / "benchmarks"
+SWEEP = records.ROOT / "tools" / "sanitize_sweep.py"
+SUMMARIES = {
+    "memcheck": re.compile(r"ERROR SUMMARY: (\d+) error"),
+    "racecheck": re.compile(r"RACECHECK SUMMARY: (\d+) hazard"),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)}")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="the record; benchmarks/results/<gpu>.json if left out"
+    )
+    parser.add_argument("--path", help="rows: the kernels to measure, as in benchmarks/compare.py")
+    parser.add_argument("--jobs", type=int, help="tests: processes to run them in (needs pytest-xdist)")
+    args = parser.parse_args()
+    parts = args.only.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU to measure")
+
+    os.environ.setdefault("LOCAL_KERNELS", f"phanerozoic/grouped-gemm-moe={records.ROOT}")
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+    output = args.output or records.RESULTS / f"{file_name(machine['gpu'])}.json"
+    failed = []
+    for part in parts:
+        print(f"== {part}", flush=True)
+        stamp = {"source_digest": source_digest(), "date": datetime.date.today().isoformat()}
+        measured, good = PARTS[part](args)
+        if isinstance(measured, list):
+            measured = [{**item, **stamp} for item in measured]
+        else:
+            measured = {**measured, **stamp}
+        records.write(output, records.merged(records.read(output), {**machine, part: measured}))
+        failed += [] if good else [part]
+    print(f"{output}: " + (f"{', '.join(failed)} FAILED" if failed else "all is well"))
+    return 1 if failed else 0
+
+
+def file_name(gpu: str) -> str:
+    """NVIDIA H200 -> h200"""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-")
+
+
+def run_tests(args) -> tuple[dict, bool]:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "tests.xml"
+        jobs = ["-n", str(args.jobs)] if args.jobs else []
+        status = python("-m", "pytest", "-q", f"--junitxml={report}", *jobs)
+        counts = count_tests(report.read_text() if report.exists() else None, status)
+    return counts, not counts["failed"]
+
+
+def count_tests(report: str | None, status: int) -> dict:
+    """From a JUnit report. A run that ended badly without saying which test failed counts as one failure."""
+    suites = ElementTree.fromstring(report).iter("testsuite") if report else ()
+    total = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
+    for suite in suites:
+        for name in total:
+            total[name] += int(suite.get(name, 0))
+    failed = total["failures"] + total["errors"]
+    passed = total["tests"] - failed - total["skipped"]
+    return {"passed": passed, "failed": failed or int(status != 0), "skipped": total["skipped"]}
+
+
+def run_sanitizer(args) -> tuple[dict, bool]:
+    # Every tensor gets an allocation of its own, so that a step past its end is seen.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    found = {}
+    for tool in SUMMARIES:
+        if program:
+            command = [program, "--tool", tool, "--report-api-errors", "no", sys.executable, SWEEP]
+            run = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            found[tool] = count_errors(tool, run.stdout, run.returncode)
+            print("\n".join(run.stdout.splitlines()[-20:]), flush=True)
+        else:
+            print("compute-sanitizer is not on the PATH")
+            found[tool] = None
+    return found, all(count == 0 for count in found.values())
+
+
+def count_errors(tool: str, output: str, status: int) -> int | None:
+    """The count in the tool's last line; None if there is none, or if the program failed with nothing found."""
+    summary = SUMMARIES[tool].search(output)
+    count = int(summary[1]) if summary else None
+    return None if count == 0 and status != 0 else count
+
+
+def run_correctness(args) -> tuple[list, bool]:
+    rows, status = json_of("correctness.py")
+    if rows is None:
+        name = "benchmarks/correctness.py ended before it was done"
+        rows = [{"name": name, "dtype": "-", "metric": "exit status", "value": status, "limit": 0}]
+    for row in rows:
+        row["value"] = row["value"] if math.isfinite(row["value"]) else None
+    return rows, status == 0
+
+
+def run_rows(args) -> tuple[list, bool]:
+    rows, status = json_of("compare.py", *(["--path", args.path] if args.path else []))
+    return rows or [], status == 0
+
+
+def json_of(script: str, *options: str) -> tuple[list | None, int]:
+    """What a benchmark wrote, None if nothing, and its exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.json"
+        status = python(BENCHMARKS / script, "--device", "cuda", "--json", file, *options)
+        return json.loads(file.read_text()) if file.exists() else None, status
+
+
+def python(*arguments) -> int:
+    return subprocess.run([sys.executable, *arguments], cwd=records.ROOT).returncode
+
+
+PARTS = {"tests": run_tests, "sanitizer": run_sanitizer, "correctness": run_correctness, "rows": run_rows}
+
+if __name__ == "__main__":
+    sys.exit(main())

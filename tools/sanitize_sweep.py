@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Run every kernel configuration, dtype and epilogue once, at small sizes, for compute-sanitizer to watch.
+
+Results are compared with plain torch only closely enough to know that the kernels did their work. A gradient to x
+reads the weight the other way round, so both orders of it occur whichever one it is stored in.
+"""
+
+import importlib
+import os
+from pathlib import Path
+
+import kernels
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+os.environ.setdefault("LOCAL_KERNELS", f"phanerozoic/grouped-gemm-moe={ROOT}")
+kernel = kernels.get_kernel("phanerozoic/grouped-gemm-moe", version=1, trust_remote_code=True)
+hooks = importlib.import_module(f"{kernel.__name__}._testing")
+
+DEVICE = "cuda"
+TOKENS, EXPERTS = 120, 5
+ALIGNED, UNALIGNED = (200, 136), (67, 45)  # K and N, neither of them multiples of a tile
+DTYPES = {"fp32": [torch.float32], "mma": [torch.bfloat16, torch.float16], "wgmma": [torch.bfloat16, torch.float16]}
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    major, minor = torch.cuda.get_device_capability()
+    for config in hooks.configs():
+        if not config.selectable_on(10 * major + minor):
+            continue
+        for dtype in DTYPES[config.path]:
+            with hooks.forced(config.name):
+                sweep(dtype, *ALIGNED)
+                sweep(dtype, *ALIGNED, transposed=True)
+                sweep(dtype, *UNALIGNED)
+            torch.cuda.synchronize()
+            print(config.name, dtype, flush=True)
+
+
+def sweep(dtype: torch.dtype, features: int, outputs: int, transposed: bool = False) -> None:
+    x = random(TOKENS, features, dtype=dtype)
+    weight = random(EXPERTS, outputs, features, dtype=dtype)
+    if transposed:
+        weight = weight.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    back = random(EXPERTS, features, outputs, dtype=dtype)
+    bias, back_bias = random(EXPERTS, outputs, dtype=dtype), random(EXPERTS, features, dtype=dtype)
+    for top_k in 1, 3:
+        ids = skewed_ids(top_k)
+        topk_weights = torch.rand(TOKENS, top_k, device=DEVICE, requires_grad=True)
+
+        # A weighted sum by token, its row dot and its weight gradient; then the sum in slot order.
+        y = kernel.moe(x, weight, ids, topk_weights)
+        check(y, expected(x, weight, ids, topk_weights))
+        differentiate(y, x, weight, topk_weights)
+        torch.use_deterministic_algorithms(top_k == 3, warn_only=True)
+        differentiate(kernel.moe(x, weight, ids, topk_weights, out_dtype=dtype), x, weight, topk_weights)
+        torch.use_deterministic_algorithms(False)
+        # The row dot alone.
+        differentiate(kernel.moe(x.detach(), weight.detach(), ids, topk_weights), topk_weights)
+        # Rows in expert order with a bias, and back by token.
+        routing = kernel.route(ids, EXPERTS)
+        hidden = kernel.gather_gemm(x, weight, routing, bias=bias)
+        y = kernel.gemm_combine(hidden, back, routing, topk_weights, bias=back_bias)
+        differentiate(y, x, weight, bias, back, back_bias, topk_weights)
+
+    # Groups that leave rows over, some of them empty.
+    sizes = torch.tensor([0, 65, 0, 31, 0], device=DEVICE)
+    differentiate(kernel.grouped_gemm(x, weight, sizes), x, weight)
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).mul(shape[-1] ** -0.5).to(dtype).requires_grad_()
+
+
+def skewed_ids(top_k: int) -> torch.Tensor:
+    """Most tokens choose expert 1, none expert 2, and some slots no expert at all."""
+    scores = torch.rand(TOKENS, EXPERTS, device=DEVICE) + torch.tensor([0, 0.7, -9, 0, 0], device=DEVICE)
+    ids = scores.topk(top_k, dim=-1).indices
+    ids[::17, -1], ids[5::23, 0] = EXPERTS, -1
+    return ids
+
+
+def expected(x, weight, ids, topk_weights) -> torch.Tensor:
+    products = torch.einsum("tk,enk->ten", x.float(), weight.float())
+    chosen = (ids[..., None] == torch.arange(EXPERTS, device=DEVICE)) * topk_weights[..., None]
+    return torch.einsum("tje,ten->tn", chosen, products).detach()
+
+
+def check(y: torch.Tensor, want: torch.Tensor) -> None:
+    error = float((y.detach() - want).norm() / want.norm())
+    if not error < 1e-2:
+        raise AssertionError(f"off by {error:.2g} (relative Frobenius norm)")
+
+
+def differentiate(y: torch.Tensor, *arguments: torch.Tensor) -> None:
+    for gradient in torch.autograd.grad(y, arguments, torch.randn_like(y)):
+        if not gradient.isfinite().all():
+            raise AssertionError("a gradient is not finite")
+
+
+if __name__ == "__main__":
+    main()

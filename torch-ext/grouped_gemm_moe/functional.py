@@ -1,0 +1,337 @@
+"""The public functions: every check of arguments, then the routing and one differentiable product."""
+
+import torch
+
+from .autograd import GroupedProduct, unit_rows
+from .reference import accumulator_dtype
+from .routing import Routing, sort_by_expert
+
+_OPERANDS = (torch.float32, torch.bfloat16, torch.float16)
+_WEIGHTS = (*_OPERANDS, torch.float64)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+_DEVICES = ("cpu", "cuda", "meta")
+
+
+def moe(
+    x: torch.Tensor,
+    W: torch.Tensor,
+    expert_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Mixture of linear experts: ``y[t] = sum over j of topk_weights[t, j] * (x[t] @ W[expert_ids[t, j]].T)``.
+
+    Tokens are gathered while the product reads them and combined while it writes them; nothing of the size of all
+    assignments is stored, in the forward or in the backward.
+
+    Args:
+        x: tokens [T, K], float32, bfloat16 or float16 (on the CPU float64 too).
+        W: expert weights [E, N, K] in x's dtype. A transposed view, as of [E, K, N] storage, is read in place.
+        expert_ids: [T, k] of int8, int16, int32, int64 or uint8. An id outside [0, E) is skipped: it adds nothing to
+            the output and its weight and token get a zero gradient from it.
+        topk_weights: [T, k] of any floating dtype; used as float32.
+        out_dtype: dtype of the result; float32 unless given (float64 for float64 x). The sum over the experts is
+            rounded to it once.
+
+    Returns:
+        [T, N], contiguous. Differentiable once in x, W and topk_weights, each gradient in its input's dtype; an expert
+        without tokens gets a gradient of exactly 0.
+
+    Results and gradients have the same bits in each run for k <= 2. For larger k the experts of a token are added in
+    any order, except under ``torch.use_deterministic_algorithms(True)``, which stores the [T * k, N] rows and adds them
+    in order. Under autocast x and W are cast to its dtype; the result still is float32.
+
+    Raises:
+        ValueError: for shapes, dtypes or devices that do not agree or are not supported, naming the argument.
+        TypeError: for an argument that is no tensor, and for a DTensor.
+
+    Example:
+        >>> x, W = torch.randn(5, 16), torch.randn(4, 8, 16)
+        >>> topk_weights, expert_ids = torch.rand(5, 4).topk(2)
+        >>> moe(x, W, expert_ids, topk_weights).shape
+        torch.Size([5, 8])
+    """
+    sizes = _check(
+        x=(x, "T K"),
+        W=(W, "E N K"),
+        expert_ids=(expert_ids, "T k", _INTEGERS),
+        topk_weights=(topk_weights, "T k", _WEIGHTS),
+    )
+    _check_num_rows("expert_ids", expert_ids, sizes["T"] * sizes["k"])
+    x, W = _operands(x=x, W=W)
+    out_dtype = _out_dtype(out_dtype, accumulator_dtype(x.dtype), x)
+    routing = sort_by_expert(expert_ids, sizes["E"])
+    return _product(x, W, routing, topk_weights, None, True, True, out_dtype)
+
+
+def grouped_gemm(a: torch.Tensor, W: torch.Tensor, group_sizes: torch.Tensor) -> torch.Tensor:
+    """One product for each group of consecutive rows: ``out[r] = a[r] @ W[e].T`` for the rows r of group e.
+
+    Args:
+        a: rows [S, K] grouped by expert, float32, bfloat16 or float16 (on the CPU float64 too).
+        W: expert weights [E, N, K] in a's dtype. A transposed view, as of [E, K, N] storage, is read in place.
+        group_sizes: [E] of int8, int16, int32, int64 or uint8, the number of rows of each expert, in order. Their sum
+            may be less than S; rows behind it are exactly 0 in the result and in the gradient of a.
+
+    Returns:
+        [S, N] in a's dtype (autocast's under autocast), contiguous. Differentiable once in a and W; an expert without
+        rows gets a gradient of exactly 0. The same bits in each run.
+
+    Raises:
+        ValueError: for shapes, dtypes or devices that do not agree or are not supported, naming the argument, and on
+            the CPU for a negative size or a sum above S. A GPU's sizes are not read back: there wrong ones give wrong
+            numbers, without an access outside the tensors.
+        TypeError: for an argument that is no tensor, and for a DTensor.
+
+    Example:
+        >>> a, W = torch.randn(7, 16), torch.randn(3, 8, 16)
+        >>> grouped_gemm(a, W, torch.tensor([4, 0, 3])).shape
+        torch.Size([7, 8])
+    """
+    sizes = _check(a=(a, "S K"), W=(W, "E N K"), group_sizes=(group_sizes, "E", _INTEGERS))
+    _check_num_rows("a", a, sizes["S"])
+    a, W = _operands(a=a, W=W)
+    # Saturated to int32 on the way down, so that a wrong sum cannot wrap to a plausible one.
+    ends = group_sizes.cumsum(0, dtype=torch.int64).clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
+    return _product(a, W, Routing(None, ends, 1, sizes["S"]), None, None, False, False, a.dtype)
+
+
+def route(expert_ids: torch.Tensor, num_experts: int) -> Routing:
+    """Sorts the assignments of tokens to experts by expert, for `gather_gemm` and `gemm_combine`.
+
+    Args:
+        expert_ids: [T, k] of int8, int16, int32, int64 or uint8. Ids outside [0, num_experts) are skipped: they sort
+            behind all experts and take part in nothing.
+        num_experts: the number of experts E, at least 1.
+
+    Returns:
+        A `Routing`; it may be used by any number of calls. The sort is stable and never waits for the GPU.
+
+    Raises:
+        ValueError: for a wrong shape, dtype or device, for num_experts < 1 and for T * k of 2**31 and more.
+        TypeError: if expert_ids is no tensor or num_experts no int.
+
+    Example:
+        >>> route(torch.tensor([[1, 0], [1, 2]]), 3).offs
+        tensor([1, 3, 4], dtype=torch.int32)
+    """
+    sizes = _check(expert_ids=(expert_ids, "T k", _INTEGERS))
+    if isinstance(num_experts, bool) or not isinstance(num_experts, (int, torch.SymInt)):
+        raise TypeError(f"num_experts must be an int, but it is of type {type(num_experts).__name__}")
+    if num_experts < 1:
+        raise ValueError(f"num_experts must be at least 1, but it is {num_experts}")
+    _check_num_rows("expert_ids", expert_ids, sizes["T"] * sizes["k"])
+    return sort_by_expert(expert_ids, num_experts)
+
+
+def gather_gemm(
+    x: torch.Tensor,
+    W: torch.Tensor,
+    routing: Routing,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The rows of all experts in expert order: ``out[r] = x[t] @ W[e].T + bias[e]`` for row r of token t and expert e.
+
+    With `gemm_combine` it is the half of an expert MLP before the activation. Tokens are gathered while the product
+    reads them.
+
+    Args:
+        x: tokens [T, K], float32, bfloat16 or float16 (on the CPU float64 too).
+        W: expert weights [E, N, K] in x's dtype. A transposed view, as of [E, K, N] storage, is read in place.
+        routing: what `route` returned for these tokens and E experts.
+        bias: [E, N] in x's dtype, or None.
+        out_dtype: dtype of the result, x's unless given (autocast's under autocast).
+
+    Returns:
+        [S, N] with S = T * k, contiguous; rows of skipped ids are exactly 0. Differentiable once in x, W and bias, each
+        gradient in its input's dtype and exactly 0 for experts without tokens. The result has the same bits in each
+        run; for the gradient of x `moe`'s remark on k > 2 holds.
+
+    Raises:
+        ValueError: for shapes, dtypes or devices that do not agree or are not supported, naming the argument.
+        TypeError: for an argument of the wrong type, and for a DTensor.
+
+    Example:
+        >>> x, W = torch.randn(5, 16), torch.randn(4, 8, 16)
+        >>> routing = route(torch.randint(4, (5, 2)), 4)
+        >>> gather_gemm(x, W, routing).shape
+        torch.Size([10, 8])
+    """
+    sizes = _check_routing(routing)
+    _check(sizes, x=(x, "T K"), W=(W, "E N K"), bias=(bias, "E N"), **_routing_tensors(routing))
+    x, W, bias = _operands(x=x, W=W, bias=bias)
+    return _product(x, W, routing, None, bias, True, False, _out_dtype(out_dtype, x.dtype, x))
+
+
+def gemm_combine(
+    h: torch.Tensor,
+    W: torch.Tensor,
+    routing: Routing,
+    topk_weights: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Sums the experts' results by token: ``y[t] = sum over its rows r of weight * (h[r] @ W[e].T + bias[e])``.
+
+    With `gather_gemm` it is the half of an expert MLP behind the activation. Rows are combined while the product
+    writes them.
+
+    Args:
+        h: rows [S, K] in expert order with S = T * k, as `gather_gemm` returns them; float32, bfloat16 or float16 (on
+            the CPU float64 too). Rows of skipped ids are not read.
+        W: expert weights [E, N, K] in h's dtype. A transposed view, as of [E, K, N] storage, is read in place.
+        routing: what `route` returned for these tokens and E experts.
+        topk_weights: [T, k] of any floating dtype; used as float32.
+        bias: [E, N] in h's dtype, or None.
+        out_dtype: dtype of the result; float32 unless given (float64 for float64 h). The sum over the experts is
+            rounded to it once.
+
+    Returns:
+        [T, N], contiguous. Differentiable once in h, W, topk_weights and bias, each gradient in its input's dtype and
+        exactly 0 for experts without tokens and rows of skipped ids. `moe`'s remark on reproducible bits holds.
+
+    Raises:
+        ValueError: for shapes, dtypes or devices that do not agree or are not supported, naming the argument.
+        TypeError: for an argument of the wrong type, and for a DTensor.
+
+    Example:
+        >>> topk_weights, expert_ids = torch.rand(5, 4).topk(2)
+        >>> h, W = torch.randn(10, 16), torch.randn(4, 8, 16)
+        >>> gemm_combine(h, W, route(expert_ids, 4), topk_weights).shape
+        torch.Size([5, 8])
+    """
+    sizes = _check_routing(routing)
+    _check(
+        sizes,
+        h=(h, "S K"),
+        W=(W, "E N K"),
+        topk_weights=(topk_weights, "T k", _WEIGHTS),
+        bias=(bias, "E N"),
+        **_routing_tensors(routing),
+    )
+    h, W, bias = _operands(h=h, W=W, bias=bias)
+    out_dtype = _out_dtype(out_dtype, accumulator_dtype(h.dtype), h)
+    return _product(h, W, routing, topk_weights, bias, False, True, out_dtype)
+
+
+def _product(x, W, routing, topk_weights, bias, gather, combine, out_dtype):
+    """Brings the tensors into the layouts that the ops read, by differentiable steps, and multiplies."""
+    row_assignment, offs, top_k, num_tokens = routing
+    row_weight = None
+    if topk_weights is not None:
+        row_weight = topk_weights.to(accumulator_dtype(x.dtype)).reshape(-1).contiguous()
+    bias = None if bias is None else bias.contiguous()
+    row_assignment = None if row_assignment is None else row_assignment.contiguous()
+    return GroupedProduct.apply(
+        unit_rows(x),
+        _unit_matrices(W),
+        row_weight,
+        bias,
+        row_assignment,
+        offs.contiguous(),
+        top_k,
+        num_tokens,
+        gather,
+        combine,
+        out_dtype,
+    )
+
+
+def _unit_matrices(W):
+    """W with adjacent elements along one of its last two dimensions; either one is read in place."""
+    return W if any(W.shape[d] <= 1 or W.stride(d) == 1 for d in (-1, -2)) else W.contiguous()
+
+
+def _check(sizes=None, **arguments):
+    """Checks name=(tensor, "its dimensions", dtypes or nothing) against each other; a bias may be None.
+
+    A dimension has one size wherever its letter stands, and all tensors have one device. Returns the sizes by letter.
+    """
+    sizes = dict(sizes or {})
+    first = None
+    for name, (tensor, dims, *dtypes) in arguments.items():
+        if tensor is None and name == "bias":
+            continue
+        dims = dims.split()
+        _check_tensor(name, tensor)
+        found = list(tensor.shape)
+        if len(found) != len(dims):
+            raise ValueError(f"{name} must have the shape [{', '.join(dims)}], but its shape is {found}")
+        for dim, size in zip(dims, found):
+            if sizes.setdefault(dim, size) != size:
+                wanted = f"[{', '.join(dims)}] with {dim} = {sizes[dim]}"
+                raise ValueError(f"{name} must have the shape {wanted}, but its shape is {found}")
+        if dtypes and tensor.dtype not in dtypes[0]:
+            raise ValueError(f"{name} must have one of the dtypes {_names(dtypes[0])}, but it is {tensor.dtype}")
+        first = first or (name, tensor.device)
+        if tensor.device != first[1]:
+            raise ValueError(f"{name} must be on {first[1]} as {first[0]} is, but it is on {tensor.device}")
+    return sizes
+
+
+def _check_tensor(name, tensor):
+    if type(tensor).__name__ == "DTensor":
+        raise TypeError(f"{name} must be a plain tensor, but it is a DTensor: call .to_local() first")
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, but it is of type {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} must be a strided tensor, but its layout is {tensor.layout}")
+    if tensor.device.type not in _DEVICES:
+        raise ValueError(f"{name} must be on a CPU or a CUDA GPU, but it is on {tensor.device}")
+
+
+def _check_num_rows(name, tensor, num_rows):
+    if num_rows >= 2**31:
+        raise ValueError(f"{name} must make fewer than 2**31 rows, but its shape is {list(tensor.shape)}")
+
+
+def _check_routing(routing):
+    """The sizes that a routing fixes for the tensors that go with it."""
+    if not isinstance(routing, Routing):
+        raise TypeError(f"routing must be a Routing, as route returns it, but it is of type {type(routing).__name__}")
+    return {"T": routing.num_tokens, "k": routing.top_k, "S": routing.num_tokens * routing.top_k}
+
+
+def _routing_tensors(routing):
+    return {
+        "routing.row_assignment": (routing.row_assignment, "S", (torch.int32,)),
+        "routing.offs": (routing.offs, "E", (torch.int32,)),
+    }
+
+
+def _operands(**operands):
+    """The floating operands as autocast wants them, checked to hold an expert and to have one supported dtype."""
+    if operands["W"].shape[0] < 1:
+        raise ValueError(f"W must hold at least one expert, but its shape is {list(operands['W'].shape)}")
+    (first, tensor), *_ = operands.items()
+    device = tensor.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        autocast_dtype = torch.get_autocast_dtype(device)
+        operands = {
+            n: t.to(autocast_dtype) if t is not None and t.dtype in _OPERANDS else t for n, t in operands.items()
+        }
+    dtype = operands[first].dtype
+    supported = _OPERANDS if device == "cuda" else (*_OPERANDS, torch.float64)
+    if dtype not in supported:
+        raise ValueError(f"{first} must have one of the dtypes {_names(supported)} on {device}, but it is {dtype}")
+    for name, operand in operands.items():
+        if operand is not None and operand.dtype is not dtype:
+            raise ValueError(f"{name} must be {dtype} as {first} is, but it is {operand.dtype}")
+    return operands.values()
+
+
+def _out_dtype(out_dtype, default, operand):
+    if out_dtype is None:
+        return default
+    supported = (*_OPERANDS, torch.float64) if operand.dtype is torch.float64 else _OPERANDS
+    if out_dtype not in supported:
+        raise ValueError(f"out_dtype must be one of {_names(supported)} here, but it is {out_dtype}")
+    return out_dtype
+
+
+def _names(dtypes):
+    return ", ".join(map(str, dtypes))

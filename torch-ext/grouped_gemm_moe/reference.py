@@ -1,0 +1,134 @@
+"""Every op in plain torch: the CPU backend, and what the GPU kernels are tested against.
+
+Products are accumulated in float32 (float64 for float64 operands) and rounded once, to the output's dtype.
+"""
+
+import contextlib
+import functools
+import reprlib
+
+import torch
+
+from ._ops import add_op_namespace_prefix
+
+DOT_COLUMNS = 128  # columns summed into one partial of `dot`
+
+
+@contextlib.contextmanager
+def _ieee_float32():
+    """float32 products stay float32, also where torch.set_float32_matmul_precision lets torch's own be less."""
+    matmul = torch.backends.mkldnn.matmul
+    precision = matmul.fp32_precision
+    if precision in ("none", "ieee"):
+        yield
+        return
+    matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = precision
+
+
+def _cpu_kernel(function):
+    """Registers function as the CPU implementation of the op of its name."""
+
+    @functools.wraps(function)
+    def kernel(*args):
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), _ieee_float32():
+            function(*args)
+
+    torch.library.impl(add_op_namespace_prefix(function.__name__), "cpu")(kernel)
+    return function
+
+
+def accumulator_dtype(dtype):
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _groups(offs, num_rows):
+    """(expert, its rows) for every expert that has rows. The GPU kernels clamp wrong offsets; here they are refused."""
+    ends = offs.tolist()
+    groups = [*enumerate(zip([0, *ends], ends))]
+    for e, (start, end) in groups:
+        if not start <= end <= num_rows:
+            raise ValueError(
+                f"group_sizes, and offs as their running sum, must not be negative, descend or pass the {num_rows} "
+                f"rows there are, but expert {e} has the rows {start} to {end} by offs = {reprlib.repr(ends)}"
+            )
+    return [(e, slice(start, end)) for e, (start, end) in groups if start < end]
+
+
+def _assignments(row_assignment, num_rows, device):
+    """The assignment of each row as an index tensor; without a map rows are their own assignments."""
+    if row_assignment is None:
+        return torch.arange(num_rows, device=device)
+    return row_assignment.long()
+
+
+def _dot_partials(z, other):
+    """Sums of z * other over DOT_COLUMNS columns at a time, [ceil(N / DOT_COLUMNS), rows]."""
+    return torch.stack([block.sum(1) for block in (z * other).split(DOT_COLUMNS, dim=1)])
+
+
+def _multiply(a, w, offs, row_assignment, top_k, gather, scatter, bias, row_weight, dot_with, dot_by_token, dot, out):
+    """out[row or assignment] = row_weight * (a @ w.T + bias), and the row dots; out may be None."""
+    num_rows = a.shape[0] if row_assignment is None else row_assignment.shape[0]
+    assignments = _assignments(row_assignment, num_rows, a.device)
+    dtype = accumulator_dtype(a.dtype)
+    if out is not None:
+        out.zero_()
+    for e, rows in _groups(offs, num_rows):
+        assignment = assignments[rows]
+        z = a[assignment // top_k if gather else rows].to(dtype) @ w[e].to(dtype).T
+        if bias is not None:
+            z += bias[e].to(dtype)
+        if dot is not None:
+            other = dot_with[assignment // top_k if dot_by_token else rows].to(dtype)
+            dot[:, assignment] = _dot_partials(z, other)
+        if out is not None:
+            if row_weight is not None:
+                z = z * row_weight[assignment, None]
+            out[assignment if scatter else rows] = z.to(out.dtype)
+
+
+def _add_slots(rows, top_k, out):
+    """out[t] += the rows of token t, in slot order."""
+    for slot in rows.view(out.shape[0], top_k, rows.shape[1]).unbind(1):
+        out += slot
+
+
+@_cpu_kernel
+def gemm(a, w, offs, row_assignment, top_k, gather, scatter, bias, row_weight, dot_with, dot, out):
+    _multiply(a, w, offs, row_assignment, top_k, gather, scatter, bias, row_weight, dot_with, scatter, dot, out)
+
+
+@_cpu_kernel
+def gemm_combine(a, w, offs, row_assignment, top_k, gather, bias, row_weight, dot_with, dot, out):
+    # A rows buffer, not index_add by expert: the slot order of the additions makes the sum reproducible at any top_k.
+    rows = None if out is None else out.new_empty(row_assignment.shape[0], out.shape[1])
+    _multiply(a, w, offs, row_assignment, top_k, gather, True, bias, row_weight, dot_with, True, dot, rows)
+    if out is not None:
+        _add_slots(rows, top_k, out)
+
+
+@_cpu_kernel
+def weight_grad(x, dy, offs, row_assignment, top_k, gather_x, gather_dy, row_weight, accumulate, out):
+    num_rows = x.shape[0] if row_assignment is None else row_assignment.shape[0]
+    assignments = _assignments(row_assignment, num_rows, x.device)
+    dtype = accumulator_dtype(x.dtype)
+    if not accumulate:
+        out.zero_()
+    for e, rows in _groups(offs, num_rows):
+        assignment = assignments[rows]
+        token = assignment // top_k
+        d = dy[token if gather_dy else rows].to(dtype)
+        if row_weight is not None:
+            d = (d * row_weight[assignment, None]).to(dy.dtype).to(dtype)  # as the tensor cores read it
+        out[e] += d.T @ x[token if gather_x else rows].to(dtype)
+
+
+@_cpu_kernel
+def sum_rows(rows, top_k, out):
+    total = torch.zeros(out.shape, dtype=accumulator_dtype(rows.dtype), device=out.device)
+    _add_slots(rows, top_k, total)
+    out.copy_(total)

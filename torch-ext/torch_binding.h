@@ -1,0 +1,32 @@
+// The schemas of the ops, the same for every backend.
+//
+// Every op writes into tensors that its caller allocated, so none of them returns a tensor that
+// depends on the routing, and running out of memory is reported by torch itself. The CUDA
+// implementations are registered in csrc/register.cu, the CPU ones in Python (reference.py).
+
+#pragma once
+
+namespace grouped_gemm_moe {
+
+inline constexpr const char* kSchemas[] = {
+    // One product a live row, read and written through the row map where asked.
+    "gemm(Tensor a, Tensor w, Tensor offs, Tensor? row_assignment, int top_k, bool gather, bool scatter, "
+    "Tensor? bias, Tensor? row_weight, Tensor? dot_with, Tensor(a!)? dot, Tensor(b!) out) -> ()",
+
+    // The same product, weighted and added into the row of its token.
+    "gemm_combine(Tensor a, Tensor w, Tensor offs, Tensor row_assignment, int top_k, bool gather, "
+    "Tensor? bias, Tensor? row_weight, Tensor? dot_with, Tensor(a!)? dot, Tensor(b!)? out) -> ()",
+
+    // Per expert, the sum over its rows of the outer products dy x.
+    "weight_grad(Tensor x, Tensor dy, Tensor offs, Tensor? row_assignment, int top_k, bool gather_x, bool gather_dy, "
+    "Tensor? row_weight, bool accumulate, Tensor(a!) out) -> ()",
+
+    // The top_k rows of each token, added in slot order.
+    "sum_rows(Tensor rows, int top_k, Tensor(a!) out) -> ()",
+
+    // Test hooks, CUDA only: the kernel configurations, and the choice of one of them (-1: automatic).
+    "config_table(Tensor like) -> Tensor",
+    "force_config(Tensor like, int index) -> ()",
+};
+
+}  // namespace grouped_gemm_moe

@@ -21,11 +21,8 @@ struct Config {
 
   __host__ __device__ constexpr int value_bytes() const { return path == Path::fp32 ? 4 : 2; }
   __host__ __device__ constexpr int stage_bytes() const { return 2 * kTile * tile_k * value_bytes(); }
-  // gemm: source row and assignment of each row of the tile. weight_grad: source rows of both operands for the stages
-  // in flight, and the routing weight of each row of a stage.
-  constexpr int table_bytes() const {
-    return op == Op::gemm ? 2 * kTile * 4 : (2 * (stages - 1) + stages) * tile_k * 4;
-  }
+  // Two words for each row of the tile (gemm) or of the stages (weight_grad).
+  constexpr int table_bytes() const { return 2 * 4 * (op == Op::gemm ? kTile : stages * tile_k); }
   constexpr int shared_bytes() const { return stages * stage_bytes() + table_bytes(); }
 };
 

@@ -129,7 +129,7 @@ __device__ __forceinline__ void write_rows(const Epilogue& to, float* staged, co
         const T* first = static_cast<const T*>(to.dot_with) + with_row * to.dot_with_stride + column;
         const Eight<T> with = load_8(first + at, valid, to.dot_vector);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) dot = fmaf(v.value[j], float(with.value[j]), dot);
+        for (int j = 0; j < 8; ++j) dot = j < valid ? fmaf(v.value[j], float(with.value[j]), dot) : dot;
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) v.value[j] *= weight;

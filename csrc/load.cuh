@@ -21,46 +21,55 @@ __device__ __forceinline__ const char* row_address(const char* first, int row, u
   return first + uint64_t(uint32_t(row)) * row_bytes;
 }
 
-// How the threads of a block share a staged tile of kRows x kWidth values: each brings one 16-byte chunk of every
-// kRowsAtOnce-th row, from row first() on.
-template <typename T, int kRows_, int kWidth, int kThreads>
+// How the threads of a block share a staged tile of kTileRows x kWidth values: each brings one 16-byte chunk of kRows
+// rows: first(), first() + kStride and so on.
+template <typename T, int kTileRows, int kWidth, int kThreads>
 struct Share {
-  using Value = T;
-  static constexpr int kRows = kRows_, kRowBytes = kWidth * sizeof(T), kValues = 16 / sizeof(T);
-  static constexpr int kChunks = kRowBytes / 16, kRowsAtOnce = kThreads / kChunks;
-  static_assert(kRowsAtOnce % 8 == 0 || kRowBytes == 512, "the swizzle repeats every eight rows");
+  static constexpr int kRowBytes = kWidth * sizeof(T), kValues = 16 / sizeof(T), kChunks = kRowBytes / 16;
+  static constexpr int kStride = kThreads / kChunks, kRows = kTileRows / kStride;
+  static_assert(kStride % 8 == 0 || kRowBytes == 512, "the swizzle repeats every eight rows");
 
   static __device__ __forceinline__ int chunk() { return threadIdx.x % kChunks; }
   static __device__ __forceinline__ int first() { return threadIdx.x / kChunks; }
+  // Of this thread's first chunk, from the start of the tile.
+  static __device__ __forceinline__ uint32_t offset() {
+    return first() * kRowBytes + swizzle<kRowBytes>(first(), chunk()) * 16;
+  }
+  // How many of the chunk's values lie within the first `width` of the row.
+  static __device__ __forceinline__ int valid(int width) { return min(max(width - chunk() * kValues, 0), kValues); }
 };
 
-// Brings part `part` of kParts of a tile: row(i) is the address of this thread's chunk of row first() + i. The rows for
-// which live(i) is false and the values at or past `width_left` become zeros and are not read. kVector asks for
-// addresses, and a width_left within the tile, that are multiples of 16 bytes.
-template <typename Share, bool kVector, int kParts, typename Row, typename Live>
-__device__ __forceinline__ void load_tile(uint32_t shared, int part, int width_left, Row row, Live live) {
-  constexpr int kValues = Share::kValues, kRows = Share::kRows / kParts;
-  static_assert(kRows % Share::kRowsAtOnce == 0);
-  const uint32_t target =
-      shared + Share::first() * Share::kRowBytes + swizzle<Share::kRowBytes>(Share::first(), Share::chunk()) * 16;
-  const int valid = min(max(width_left - Share::chunk() * kValues, 0), kValues);
+// Brings this thread's row i of a tile: its `valid` first values from `from`, and zeros. `to` is the tile's start in shared
+// memory plus offset(). kVector asks for a 16-byte aligned address, and all values or none.
+template <typename Share, bool kVector>
+__device__ __forceinline__ void load_chunk(uint32_t to, int i, const char* from, int valid) {
+  to += i * Share::kStride * Share::kRowBytes;
+  if constexpr (kVector) {
+    ptx::copy_16_or_zero(to, from, valid > 0);
+  } else {
+    using Bits = std::conditional_t<Share::kValues == 4, uint32_t, uint16_t>;
+    union {
+      uint4 whole;
+      Bits bits[Share::kValues];
+    } packed;
 #pragma unroll
-  for (int n = 0; n < kRows; n += Share::kRowsAtOnce) {
-    const int i = part * kRows + n;
-    const char* from = row(i);
-    const int count = live(i) ? valid : 0;
-    if constexpr (kVector) {
-      ptx::copy_16_or_zero(target + i * Share::kRowBytes, from, count > 0);
-    } else {
-      using Bits = std::conditional_t<kValues == 4, uint32_t, uint16_t>;
-      union {
-        uint4 whole;
-        Bits bits[kValues];
-      } packed;
-#pragma unroll
-      for (int j = 0; j < kValues; ++j) packed.bits[j] = j < count ? reinterpret_cast<const Bits*>(from)[j] : Bits(0);
-      ptx::store_shared_16(target + i * Share::kRowBytes, packed.whole);
+    for (int j = 0; j < Share::kValues; ++j) {
+      packed.bits[j] = j < valid ? reinterpret_cast<const Bits*>(from)[j] : Bits(0);
     }
+    ptx::store_shared_16(to, packed.whole);
+  }
+}
+
+template <int kValue>
+struct Constant {
+  __device__ constexpr operator int() const { return kValue; }
+};
+
+// Calls body with 0, 1, ... kCount - 1 as compile-time constants until it returns false.
+template <int kCount, int kFrom = 0, typename Body>
+__device__ __forceinline__ void unrolled(Body body) {
+  if constexpr (kFrom < kCount) {
+    if (body(Constant<kFrom>{})) unrolled<kCount, kFrom + 1>(body);
   }
 }
 

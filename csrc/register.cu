@@ -154,6 +154,7 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
   p.E = size(w, 0), p.N = size(w, 1), p.K = size(w, 2);
   const int64_t S = row_assignment ? row_assignment->numel() : a.size(0);
   check(S <= INT_MAX, "no more than 2^31 - 1 rows");
+  if (S == 0 || p.N == 0) return;
   p.S = int(S);
   check(a.dim() == 2 && a.size(1) == p.K, "a and w must agree in K");
   p.map = row_map(row_assignment, top_k, S);
@@ -195,7 +196,6 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
     e.dot_vector = vectorizable(*dot_with, 1);
     e.dot = static_cast<float*>(dot->data_ptr());
   }
-  if (p.S == 0 || p.N == 0) return;
 
   const Launch launch(a);
   const Config& config = choose(Op::gemm, dtype(a), chunked(a, 1) && chunked(w, p.w_major == Major::k ? 2 : 1), launch);
@@ -232,7 +232,7 @@ void weight_grad(const Tensor& x, const Tensor& dy, const Tensor& offs, const Ma
   p.S = int(S);
   p.E = size(out, 0), p.M = size(out, transposed ? 2 : 1), p.N = size(out, transposed ? 1 : 2);
   p.map = row_map(row_assignment, top_k, S);
-  check(x.size(0) == (gather_x ? S / p.map.top_k : S) && dy.size(0) == (gather_dy ? S / p.map.top_k : S),
+  check(S == 0 || (x.size(0) == (gather_x ? S / p.map.top_k : S) && dy.size(0) == (gather_dy ? S / p.map.top_k : S)),
         "x and dy must have a row for each row or token");
   p.a = transposed ? rows(x, gather_x) : rows(dy, gather_dy);
   p.b = transposed ? rows(dy, gather_dy) : rows(x, gather_x);

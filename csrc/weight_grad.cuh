@@ -1,5 +1,5 @@
 // The weight gradient: out[expert] (+)= sum over the expert's rows of weight * a_row^T * b_row. The ragged dimension is
-// the one summed, so rows of both operands are looked up stage by stage.
+// the one summed, so the rows of both operands are looked up stage by stage. The loop is unrolled as in gemm.cuh.
 #pragma once
 
 #include "config.h"
@@ -13,28 +13,26 @@ template <typename Multiply, bool kVector>
 __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __grid_constant__ WeightGradProblem p) {
   using T = typename Multiply::Value;
   constexpr int kThreads = Multiply::kThreads, kTileK = Multiply::kTileK, kStages = Multiply::kStages;
+  constexpr int kParts = Multiply::kParts;
   constexpr Config kConfig{Op::weight_grad, sizeof(T) == 4 ? Path::fp32 : Path::mma, kTileK, kStages, kVector};
-  constexpr int kStageBytes = kConfig.stage_bytes();
-  constexpr int kOperandBytes = kStageBytes / 2;
-  constexpr int kLooked = kStages - 1;  // stages whose rows are looked up ahead
+  constexpr int kStageBytes = kConfig.stage_bytes(), kOperandBytes = kStageBytes / 2;
   static_assert(kStagedBytes <= kStages * kStageBytes, "half a tile is staged where the stages were");
-  static_assert(kTileK <= kThreads, "a thread looks after one row of each stage");
-
+  static_assert(kTileK <= kThreads, "a thread looks after a row of each stage");
   using Operand = Share<T, kTileK, kTile, kThreads>;
 
-  // Shared memory: the stages (A, then B), later half a tile of results; row tables; routing weights by stage.
+  // Shared memory: the stages (A, then B), later half a tile of results; for each stage, the token and the routing weight
+  // of each row. A thread's rows of `token` lie side by side.
   extern __shared__ __align__(128) unsigned char shared[];
   float* staged = reinterpret_cast<float*>(shared);
-  int* a_row = reinterpret_cast<int*>(shared + kStages * kStageBytes);
-  int* b_row = a_row + kLooked * kTileK;
-  float* weight = reinterpret_cast<float*>(b_row + kLooked * kTileK);
-  int* claimed = reinterpret_cast<int*>(shared + (kStages - 1) * kStageBytes);  // before this stage is first loaded
+  int* token = reinterpret_cast<int*>(shared + kStages * kStageBytes);
+  unsigned char* weight = reinterpret_cast<unsigned char*>(token + kStages * kTileK);
+  int* next_tile = reinterpret_cast<int*>(staged + kTile);  // in the padding of a staged row
+  constexpr int kWeightBytes = kTileK * 4;
 
   const int m_tiles = (p.M + kTile - 1) / kTile, n_tiles = (p.N + kTile - 1) / kTile;
   const int expert_tiles = m_tiles * n_tiles;
 
-  for (int tile = blockIdx.x, next_tile; tile < p.E * expert_tiles; tile = next_tile) {
-    if (threadIdx.x == 0) *claimed = claim_tile(p.schedule);
+  for (int tile = blockIdx.x; tile < p.E * expert_tiles; tile = *next_tile) {
     const int expert = tile / expert_tiles;
     const TilePosition position = tile_position(tile % expert_tiles, n_tiles, m_tiles, 8);
     const int m = position.column_tile * kTile, n = position.row_tile * kTile;
@@ -42,87 +40,99 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
     const int begin = p.schedule.bounds[expert], end = p.schedule.bounds[expert + 1];
     const int k_stages = (end - begin + kTileK - 1) / kTileK;
 
-    // Thread i < kTileK looks after row i of every stage: it finds the row's assignment a stage before the stage is
-    // loaded, publishes where both operands have the row, and brings its routing weight.
+    // Thread i < kTileK looks after row i of every stage: it finds the row's assignment and from it the token and the
+    // weight, in time for them to arrive before they are published.
     const auto look_up = [&](int stage) {
       const int row = begin + stage * kTileK + int(threadIdx.x);
       if (threadIdx.x >= kTileK || row >= end) return -1;
       return p.map.row_assignment ? p.map.row_assignment[row] : row;
     };
-    const auto publish = [&](int stage, int assignment) {
-      if (threadIdx.x >= kTileK) return;
-      const int slot = stage % kLooked * kTileK + int(threadIdx.x);
-      const int token = assignment / p.map.top_k, row = begin + stage * kTileK + int(threadIdx.x);
-      a_row[slot] = p.a.gather ? token : row;
-      b_row[slot] = p.b.gather ? token : row;
+    const auto weight_of = [&](int assignment) {
+      return p.row_weight && assignment >= 0 ? p.row_weight[assignment] : 0.f;
     };
+    const auto publish_token = [&](int slot, int assignment) {
+      if (threadIdx.x >= kTileK) return;
+      token[slot * kTileK + threadIdx.x % Operand::kStride * Operand::kRows + threadIdx.x / Operand::kStride] =
+          assignment / p.map.top_k;
+    };
+    const auto publish_weight = [&](int slot, float value) {
+      if (p.row_weight && threadIdx.x < kTileK) Multiply::store_weight(weight + slot * kWeightBytes, threadIdx.x, value);
+    };
+
+    __syncthreads();  // the next tile's number has been read by everyone
+    int own[kStages];
+#pragma unroll
+    for (int s = 0; s < kStages; ++s) own[s] = look_up(s);
+#pragma unroll
+    for (int s = 0; s < kStages; ++s) publish_token(s, own[s]);
+#pragma unroll
+    for (int s = 0; s < kStages - 1; ++s) publish_weight(s, weight_of(own[s]));
+    int next = own[kStages - 1];  // whose weight is still to be published
+    __syncthreads();
+
     const char* a_own = p.a.data + int64_t(m) * sizeof(T) + Operand::chunk() * 16;
     const char* b_own = p.b.data + int64_t(n) * sizeof(T) + Operand::chunk() * 16;
-    const auto load = [&](int stage, int assignment, int part, auto parts) {
-      constexpr int kParts = decltype(parts)::value;
-      if (stage >= k_stages) return;
-      const uint32_t to = ptx::shared_address(shared) + stage % kStages * kStageBytes;
-      const int slot = stage % kLooked * kTileK, rows_left = end - begin - stage * kTileK;
-      const auto live = [&](int i) { return Operand::first() + i < rows_left; };
-      load_tile<Operand, kVector, kParts>(
-          to, part, m_left, [&](int i) { return row_address(a_own, a_row[slot + Operand::first() + i], p.a.row_bytes); },
-          live);
-      load_tile<Operand, kVector, kParts>(
-          to + kOperandBytes, part, n_left,
-          [&](int i) { return row_address(b_own, b_row[slot + Operand::first() + i], p.b.row_bytes); }, live);
-      if (part == 0 && p.row_weight && threadIdx.x < kTileK) {
-        ptx::copy_4_or_zero(ptx::shared_address(weight + stage % kStages * kTileK + threadIdx.x),
-                            p.row_weight + assignment, assignment >= 0);
+    const int a_valid = Operand::valid(m_left), b_valid = Operand::valid(n_left);
+    const uint32_t to = ptx::shared_address(shared) + Operand::offset();
+    int stage = 0;
+
+    // Part of kParts of stage `stage` + ahead. Past the last stage this writes zeros that nobody reads.
+    const auto load = [&](auto ahead, int part, int parts) {
+      constexpr int kSlot = ahead % kStages;
+      const int row = begin + (stage + ahead) * kTileK + Operand::first();
+#pragma unroll
+      for (int i = part * Operand::kRows / parts; i < (part + 1) * Operand::kRows / parts; ++i) {
+        const int own_row = row + i * Operand::kStride, own_token = token[kSlot * kTileK + Operand::first() * Operand::kRows + i];
+        const bool live = own_row < end;
+        load_chunk<Operand, kVector>(to + kSlot * kStageBytes, i,
+                                     row_address(a_own, p.a.gather ? own_token : own_row, p.a.row_bytes), live ? a_valid : 0);
+        load_chunk<Operand, kVector>(to + kSlot * kStageBytes + kOperandBytes, i,
+                                     row_address(b_own, p.b.gather ? own_token : own_row, p.b.row_bytes), live ? b_valid : 0);
       }
     };
     const auto advance = [] {
-      ptx::commit_copies();  // an empty group where nothing was left to load, so that the count tells the stage
+      ptx::commit_copies();
       ptx::wait_copies<kStages - 2>();
       __syncthreads();  // the next stage has landed for everyone, and everyone is done with this one
     };
 
-    int first_assignments[kLooked], next = look_up(kLooked);
-#pragma unroll
-    for (int stage = 0; stage < kLooked; ++stage) first_assignments[stage] = look_up(stage);
-#pragma unroll
-    for (int stage = 0; stage < kLooked; ++stage) publish(stage, first_assignments[stage]);
-    __syncthreads();
-    next_tile = *claimed;
-#pragma unroll
-    for (int stage = 0; stage < kLooked; ++stage) {
-      load(stage, first_assignments[stage], 0, std::integral_constant<int, 1>{});
-      if (stage < kLooked - 1) ptx::commit_copies();
-    }
-    __syncthreads();  // the tables of the first stages have been read
-    publish(kLooked, next);
+    unrolled<kStages - 1>([&](auto ahead) {
+      load(ahead, 0, 1);
+      if (ahead < kStages - 2) ptx::commit_copies();
+      return true;
+    });
     advance();
-
-    Multiply multiply(m_left, n_left);
-    const auto operand = [&](int stage) { return shared + stage % kStages * kStageBytes; };
-    const auto weights = [&](int stage) { return p.row_weight ? weight + stage % kStages * kTileK : nullptr; };
-    if (k_stages) multiply.begin(operand(0), operand(0) + kOperandBytes, weights(0));
-    for (int stage = 0; stage < k_stages; ++stage) {
-      const int loaded = next;
-      multiply.stage(
-          operand(stage), operand(stage) + kOperandBytes, weights(stage), operand(stage + 1),
-          operand(stage + 1) + kOperandBytes, weights(stage + 1),
-          [&](int part, auto parts) {
-            load(stage + kLooked, loaded, part, parts);
-            if (part == 0) next = look_up(stage + kLooked + 1);  // arrives while the stage is multiplied
-          },
-          [&] {
-            publish(stage + kLooked + 1, next);
-            advance();
-          });
+    Multiply multiply(shared, shared + kOperandBytes, m_left, n_left);
+    const auto weights = [&](int slot) { return p.row_weight ? weight + slot * kWeightBytes : nullptr; };
+    if (k_stages) multiply.begin(weights(0));
+    for (; stage < k_stages; stage += kStages) {
+      unrolled<kStages>([&](auto s) {
+        constexpr int kNext = (s + 1) % kStages, kLoaded = (s + kStages - 1) % kStages;
+        float next_weight;
+        int after;
+        const auto refill = [&](int part) {
+          load(Constant<s + kStages - 1>{}, part, kParts);
+          if (part == 0) next_weight = weight_of(next), after = look_up(stage + s + kStages);
+        };
+        const auto publish_and_advance = [&] {
+          publish_weight(kLoaded, next_weight);
+          publish_token(s, after);
+          next = after;
+          advance();
+        };
+        multiply.stage(s * kStageBytes, kNext * kStageBytes, weights(s), weights(kNext), refill, publish_and_advance);
+        return stage + s + 1 < k_stages;
+      });
     }
     ptx::wait_copies<0>();
+    const int claimed = threadIdx.x == 0 ? claim_tile(p.schedule) : 0;  // arrives while the tile is written
 
     for (int half = 0; half < 2; ++half) {
-      if (k_stages == 0 && p.accumulate) break;  // nothing to add
       const int first = half * kStagedRows;
       __syncthreads();  // the stages, or the half before, are no longer read
       multiply.write_half(staged, half);
       __syncthreads();
+      if (k_stages == 0 && p.accumulate) continue;  // nothing to add
       for (int i = threadIdx.x / 16; i < min(kStagedRows, m_left - first); i += kThreads / 16) {
         const int at = threadIdx.x % 16 * 8;
         Eight<float> v = load_8(staged + i * kStagedPitch + at, 8, true);
@@ -135,6 +145,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
         store_8(p.out, p.out_type, index, v, n_left - at, p.out_vector);
       }
     }
+    if (threadIdx.x == 0) *next_tile = claimed;
     __syncthreads();
   }
 }

@@ -203,11 +203,13 @@ def orthogonal(x: Tensor) -> Tensor:
     """Roughly the nearest matrices with orthonormal rows or columns, by five quintic Newton-Schulz steps."""
     if x.shape[-2] > x.shape[-1]:
         return orthogonal(x.mT).mT
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    stack = x.reshape(-1, *x.shape[-2:])
+    stack = stack / (stack.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(5):
-        square = x @ x.mT
-        x = 3.4445 * x + (2.0315 * square @ square - 4.7750 * square) @ x
-    return x
+        square = stack @ stack.mT
+        polynomial = torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315)
+        stack = torch.baddbmm(stack, polynomial, stack, beta=3.4445)
+    return stack.view(x.shape)
 
 
 def rate(step: int, steps: int) -> float:
@@ -279,14 +281,14 @@ def evaluate(model: LanguageModel, text: Tensor, args: argparse.Namespace, count
 
 @torch.no_grad()
 def sample(model: LanguageModel, prompt: str, length: int, args: argparse.Namespace) -> str:
-    """The prompt and `length` bytes after it, drawn at temperature 0.7."""
+    """The prompt and `length` bytes after it, drawn at temperature 0.9."""
     generator = torch.Generator().manual_seed(args.seed)
     text = list(prompt.encode())
     for _ in range(length):
         window = torch.tensor([text[-args.context :]], device=args.device)
         with precision(args):
             logits = model(window)[0][0, -1]
-        text.append(torch.multinomial((logits.float().cpu() / 0.7).softmax(-1), 1, generator=generator).item())
+        text.append(torch.multinomial((logits.float().cpu() / 0.9).softmax(-1), 1, generator=generator).item())
     return bytes(text).decode(errors="replace")
 
 
@@ -349,10 +351,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--inner", type=int, default=128, help="inner width of an expert")
     parser.add_argument("--context", type=int, default=128, help="bytes a window")
-    parser.add_argument("--batch", type=int, default=8, help="windows a step")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--lr", type=float, default=0.024, help="peak learning rate of Muon; AdamW's is a third of it")
-    parser.add_argument("--balance", type=float, default=0.02, help="weight of the load-balancing loss")
+    parser.add_argument("--batch", type=int, default=16, help="windows a step")
+    parser.add_argument("--steps", type=int, default=220)
+    parser.add_argument("--lr", type=float, default=0.03, help="peak learning rate of Muon; AdamW's is a third of it")
+    parser.add_argument("--balance", type=float, default=0.1, help="weight of the load-balancing loss")
     parser.add_argument("--sample", type=int, default=300, help="bytes of text to generate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--png", type=Path, default=Path("moe_lm.png"), help="where the plot goes")

@@ -124,15 +124,20 @@ INCOMING = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_incoming_gradient_of_any_layout(kernel, device, function, dtype, layout):
-    """The same bits as for a contiguous copy: sum() and mean() send stride 0, chunk() sends slices."""
+    """The contiguous answer: sum() and mean() send stride 0, chunk() sends slices.
+
+    To the same bits too, but for a misaligned gradient, which may be read by another kernel.
+    """
     problem = problems.make(function, 30, 40, 24, 4, 2, dtype, device)
     y = problem.call(kernel, **problem.tensors)
     dy = INCOMING[layout](problem.incoming(y))
     assert dy.shape == y.shape
     _, got = problems.run(kernel, problem, dy)
-    _, want = problems.run(kernel, problem, dy.clone(memory_format=torch.contiguous_format))
-    for name in got:
-        assert torch.equal(got[name], want[name]), name
+    problem.check_gradients(got, dy)
+    if layout != "misaligned":
+        _, want = problems.run(kernel, problem, dy.clone(memory_format=torch.contiguous_format))
+        for name in got:
+            assert torch.equal(got[name], want[name]), name
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -9,6 +9,12 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Holds a value in its register: without this the compiler computes it anew at each use.
+__device__ __forceinline__ uint32_t keep(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Copies 16 bytes, or writes zeros where `live` is false; nothing is read then.
 __device__ __forceinline__ void copy_16_or_zero(uint32_t shared, const void* global, bool live) {
   asm volatile(
@@ -16,17 +22,6 @@ __device__ __forceinline__ void copy_16_or_zero(uint32_t shared, const void* glo
       ".reg .pred skip;\n"
       "setp.eq.u32 skip, %2, 0;\n"
       "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, skip;\n"
-      "}" ::"r"(shared),
-      "l"(global), "r"(unsigned(live))
-      : "memory");
-}
-
-__device__ __forceinline__ void copy_4_or_zero(uint32_t shared, const void* global, bool live) {
-  asm volatile(
-      "{\n"
-      ".reg .pred skip;\n"
-      "setp.eq.u32 skip, %2, 0;\n"
-      "cp.async.ca.shared.global [%0], [%1], 4, skip;\n"
       "}" ::"r"(shared),
       "l"(global), "r"(unsigned(live))
       : "memory");

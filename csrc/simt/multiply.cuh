@@ -12,7 +12,7 @@ template <Major kA, Major kB, int kTileK_, int kStages_>
 struct Multiply {
   using Value = float;
   static constexpr Major kMajorB = kB;
-  static constexpr int kThreads = 128, kTileK = kTileK_, kStages = kStages_;
+  static constexpr int kThreads = 128, kTileK = kTileK_, kStages = kStages_, kParts = 1;
   static constexpr int kM = 8, kN = 16;           // a thread's block of the output
   static constexpr int kRowBytes = kTileK * 4;    // of a staged operand with Major::k
   static constexpr int kColumnBytes = kTile * 4;  // of one with Major::mn
@@ -21,10 +21,12 @@ struct Multiply {
   // warp's so that neighbouring lanes read neighbouring 16-byte words of shared memory.
   const int lane_m = threadIdx.x % 32 / 4, lane_n = threadIdx.x % 4;
   const int warp_m = threadIdx.x / 64 * 64, warp_n = threadIdx.x / 32 % 2 * 64;
+  const unsigned char *const a_slot, *const b_slot;  // the operands of stage slot 0
   const bool active;  // a warp whose whole block lies past the tile's rows or columns has nothing to add
   float sum[kM][kN] = {};
 
-  __device__ __forceinline__ Multiply(int rows, int columns) : active(warp_m < rows && warp_n < columns) {}
+  __device__ __forceinline__ Multiply(const unsigned char* a, const unsigned char* b, int rows, int columns)
+      : a_slot(a), b_slot(b), active(warp_m < rows && warp_n < columns) {}
 
   __device__ __forceinline__ int m(int i) const {
     return warp_m + (kA == Major::k ? lane_m + 8 * i : i / 4 * 32 + lane_m * 4 + i % 4);
@@ -45,16 +47,20 @@ struct Multiply {
     return *reinterpret_cast<const float4*>(operand + k * kColumnBytes + column * 4);
   }
 
-  __device__ __forceinline__ void begin(const unsigned char*, const unsigned char*, const float*) {}
+  static __device__ __forceinline__ void store_weight(unsigned char* slot, int k, float value) {
+    reinterpret_cast<float*>(slot)[k] = value;
+  }
 
-  // Adds the products of one stage; row k of A is scaled by weight[k] unless that is null. Calls refill, which starts the
-  // loads of a later stage, and after the last read of this stage advance, which waits for the next.
+  __device__ __forceinline__ void begin(const unsigned char*) {}
+
+  // Adds the products of the stage at `slot` bytes; row k of A is scaled by weight k of `weights` unless that is null.
+  // Calls refill, which starts the loads of a later stage, and after the last read of this stage advance, which waits for
+  // the next.
   template <typename Refill, typename Advance>
-  __device__ __forceinline__ void stage(const unsigned char* a_stage, const unsigned char* b_stage, const float* weight,
-                                        const unsigned char*, const unsigned char*, const float*, Refill refill,
+  __device__ __forceinline__ void stage(int slot, int, const unsigned char* weights, const unsigned char*, Refill refill,
                                         Advance advance) {
-    refill(0, std::integral_constant<int, 1>{});
-    if (active) add(a_stage, b_stage, weight);
+    refill(0);
+    if (active) add(a_slot + slot, b_slot + slot, reinterpret_cast<const float*>(weights));
     advance();
   }
 

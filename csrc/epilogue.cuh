@@ -1,5 +1,7 @@
 // From accumulators to memory. A kernel stages half a tile as float32 in shared memory, and whole warps write it row by
 // row: bias, row dot, routing weight, then a store or an addition to the token's row of the output.
+//
+// Half of a tile is half of every warp's block of 64 rows, so that half of each thread's accumulators are done with.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,6 +15,8 @@ namespace moe {
 
 constexpr int kStagedRows = kTile / 2;
 constexpr int kStagedPitch = kTile + 8;  // floats; the 8 spread the fragments' rows over the banks
+__device__ __forceinline__ int staged_row(int tile_row) { return tile_row / 64 * 32 + tile_row % 32; }
+__device__ __forceinline__ int tile_row(int staged_row, int half) { return staged_row / 32 * 64 + half * 32 + staged_row % 32; }
 constexpr int kStagedBytes = kStagedRows * kStagedPitch * 4;
 
 // Eight neighbouring values as they lie in memory: 16 bytes, or 32 of float32.
@@ -85,51 +89,46 @@ __device__ __forceinline__ void add_row(float* to, const float* staged, int colu
   for (int i = quarter; i < columns; i += 4) atomicAdd(to + i, staged[i]);
 }
 
-// Asks for the part of `dot_with` that write_rows will read of the same rows, while these are being staged.
-template <typename T, int kThreads>
-__device__ __forceinline__ void prefetch_rows(const Epilogue& to, const int* assignment, int row, int rows, int column,
-                                              int columns, int top_k) {
-  constexpr int kShares = kThreads / kStagedRows, kSector = 32 / sizeof(T);
-  const int r = threadIdx.x / kShares;
-  if (!to.dot_with || r >= rows) return;
-  const int64_t with_row = to.destination == Destination::row ? row + r : assignment[r] / top_k;
-  const T* first = static_cast<const T*>(to.dot_with) + with_row * to.dot_with_stride + column;
-  for (int i = threadIdx.x % kShares * kSector; i < columns; i += kShares * kSector) ptx::prefetch(first + i);
-}
-
-// Writes staged rows [0, rows) of columns [column, column + columns). `row` is the first one's place in expert order;
-// `assignment` and `row_weight` (shared memory) hold each one's. Four lanes share a row, so a warp has eight in flight.
-template <typename T, int kThreads>
-__device__ __forceinline__ void write_rows(const Epilogue& to, float* staged, const int* assignment, const float* row_weight,
-                                           int expert, int row, int rows, int column, int columns, int S, int top_k) {
+// Writes the staged half of a tile: of `rows`, columns [column, column + columns). `assignment` and `row_weight` (shared
+// memory) hold what they say for each row. Four lanes share a row, so a warp has eight in flight. kWhole says that there
+// is a row dot of whole tiles in 16-byte words: they are loaded ahead of their use.
+template <typename T, int kThreads, bool kWhole>
+__device__ __forceinline__ void write_rows(const Epilogue& to, float* staged, int half, const int* assignment,
+                                           const float* row_weight, const RowTile& rows, int column, int columns, int S,
+                                           int top_k) {
   constexpr int kWords = kTile / 32;  // of eight columns, a lane's share of a row
   const int quarter = threadIdx.x % 4;
   const bool combine = to.destination == Destination::token, by_row = to.destination == Destination::row;
-#pragma unroll 1
-  for (int r = threadIdx.x / 4; r < kStagedRows; r += kThreads / 4) {
-    const bool inside = r < rows, live = inside && expert >= 0;
-    float* values = staged + r * kStagedPitch;
+  for (int s = threadIdx.x / 4; s < kStagedRows; s += kThreads / 4) {
+    float* values = staged + s * kStagedPitch;
+    const int r = tile_row(s, half), row = rows.row + r;
+    const bool inside = r < rows.rows, live = inside && rows.expert >= 0;
     const int a = inside ? assignment[r] : 0, token = a / top_k;
-    const int64_t target = by_row ? row + r : combine ? token : a;
+    const int64_t target = by_row ? row : combine ? token : a;
     const float weight = row_weight[r];
-
-    const int64_t with_row = by_row ? row + r : token;
+    const T* with_row = static_cast<const T*>(to.dot_with) + int64_t(by_row ? row : token) * to.dot_with_stride + column;
+    Eight<T> with[kWords];
+    if (kWhole && live) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) with[i] = reinterpret_cast<const Eight<T>*>(with_row)[4 * i + quarter];
+    }
     float dot = 0.f;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       const int at = 32 * i + 8 * quarter, valid = columns - at;
       Eight<float> v = *reinterpret_cast<const Eight<float>*>(values + at);
       if (live && to.bias) {
-        const T* first = static_cast<const T*>(to.bias) + expert * to.bias_stride + column;
+        const T* first = static_cast<const T*>(to.bias) + rows.expert * to.bias_stride + column;
         const Eight<T> bias = load_8(first + at, valid, to.bias_vector);
 #pragma unroll
         for (int j = 0; j < 8; ++j) v.value[j] += float(bias.value[j]);
       }
       if (live && to.dot_with) {
-        const T* first = static_cast<const T*>(to.dot_with) + with_row * to.dot_with_stride + column;
-        const Eight<T> with = load_8(first + at, valid, to.dot_vector);
+        if (!kWhole) with[i] = load_8(with_row + at, valid, to.dot_vector);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) dot = j < valid ? fmaf(v.value[j], float(with.value[j]), dot) : dot;
+        for (int j = 0; j < 8; ++j) {
+          if (kWhole || j < valid) dot = fmaf(v.value[j], float(with[i].value[j]), dot);
+        }
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) v.value[j] *= weight;

@@ -66,11 +66,12 @@ struct Epilogue {
 
 struct GemmProblem {
   int S, N, K, E;
+  int strip;
   Rows a;
   RowMap map;
   const char* w;
   int64_t w_expert_bytes;
-  uint32_t w_row_bytes;  // rows of w lie along its contiguous dimension
+  uint32_t w_n_bytes, w_k_bytes;  // from one n, one k to the next; w_major says which of them are neighbours
   Major w_major;
   Schedule schedule;
   Epilogue epilogue;

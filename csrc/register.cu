@@ -164,7 +164,8 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
   p.w_expert_bytes = w.stride(0) * int64_t(w.element_size());
   p.w_major = p.K <= 1 || w.stride(2) == 1 ? Major::k : Major::mn;
   check(p.w_major == Major::k || p.N <= 1 || w.stride(1) == 1, "w must be contiguous in K or in N");
-  p.w_row_bytes = row_bytes(w, w.stride(p.w_major == Major::k ? 1 : 2));
+  p.w_n_bytes = row_bytes(w, p.w_major == Major::k ? w.stride(1) : 1);
+  p.w_k_bytes = row_bytes(w, p.w_major == Major::k ? 1 : w.stride(2));
 
   Epilogue& e = p.epilogue;
   const int64_t targets = destination == Destination::token ? S / p.map.top_k : S;
@@ -197,6 +198,7 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
     e.dot = static_cast<float*>(dot->data_ptr());
   }
 
+  { const char* e = getenv(destination == Destination::token ? "STRIP_C" : "STRIP_S"); p.strip = e ? atoi(e) : destination == Destination::token ? 2 : 8; }
   const Launch launch(a);
   const Config& config = choose(Op::gemm, dtype(a), chunked(a, 1) && chunked(w, p.w_major == Major::k ? 2 : 1), launch);
   const Tiles tiles = schedule(offs, p.S, p.E, kTile, destination != Destination::token, launch.stream);

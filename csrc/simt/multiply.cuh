@@ -51,16 +51,17 @@ struct Multiply {
     reinterpret_cast<float*>(slot)[k] = value;
   }
 
-  __device__ __forceinline__ void begin(const unsigned char*) {}
+  __device__ __forceinline__ void begin() {}
 
-  // Adds the products of the stage at `slot` bytes; row k of A is scaled by weight k of `weights` unless that is null.
-  // Calls refill, which starts the loads of a later stage, and after the last read of this stage advance, which waits for
-  // the next.
-  template <typename Refill, typename Advance>
-  __device__ __forceinline__ void stage(int slot, int, const unsigned char* weights, const unsigned char*, Refill refill,
-                                        Advance advance) {
+  // Adds the products of the stage at `slot` bytes, unless the warp isn't active; row k of A is scaled by weight k of
+  // `weights` where kWeighted. Calls prepare and refill, which start the loads of a later stage, and after the last read of
+  // this stage advance, which waits for the next.
+  template <bool kWeighted, typename Prepare, typename Refill, typename Advance>
+  __device__ __forceinline__ void stage(int slot, int, const unsigned char* weights, const unsigned char*, Prepare prepare,
+                                        Refill refill, Advance advance) {
+    prepare(0);
     refill(0);
-    if (active) add(a_slot + slot, b_slot + slot, reinterpret_cast<const float*>(weights));
+    if (active) add(a_slot + slot, b_slot + slot, kWeighted ? reinterpret_cast<const float*>(weights) : nullptr);
     advance();
   }
 
@@ -105,13 +106,12 @@ struct Multiply {
     }
   }
 
-  // Rows 64 * half to 64 * half + 63 of the tile.
+  // Stages half a tile (epilogue.cuh).
   __device__ __forceinline__ void write_half(float* staged, int half) const {
-    if (warp_m / kStagedRows != half) return;
 #pragma unroll
-    for (int i = 0; i < kM; ++i) {
+    for (int i = kM / 2 * half; i < kM / 2 * (half + 1); ++i) {
 #pragma unroll
-      for (int j = 0; j < kN; ++j) staged[m(i) % kStagedRows * kStagedPitch + n(j)] = sum[i][j];
+      for (int j = 0; j < kN; ++j) staged[staged_row(m(i)) * kStagedPitch + n(j)] = sum[i][j];
     }
   }
 };

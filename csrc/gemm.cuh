@@ -20,18 +20,17 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
   constexpr int kParts = Multiply::kParts;
   constexpr Config kConfig{Op::gemm, sizeof(T) == 4 ? Path::fp32 : Path::mma, kTileK, kStages, kVector};
   constexpr int kStageBytes = kConfig.stage_bytes(), kOperandBytes = kStageBytes / 2;
-  static_assert(kStagedBytes <= kStages * kStageBytes, "half a tile is staged where the stages were");
   constexpr bool kAlongK = Multiply::kMajorB == Major::k;  // a row of W is a column of the output, else a step of k
   using ShareA = Share<T, kTile, kTileK, kThreads>;
   using ShareW = std::conditional_t<kAlongK, ShareA, Share<T, kTileK, kTile, kThreads>>;
 
-  // Shared memory: the stages (A, then W), later half a tile of results; two words for each row of the tile.
+  // Shared memory: the stages (A, then W), later the results as they are written; two words for each row of the tile.
   extern __shared__ __align__(128) unsigned char shared[];
-  float* staged = reinterpret_cast<float*>(shared);
+  float* staged = reinterpret_cast<float*>(shared) + threadIdx.x / 32 * kStagedFloats;
   int* source_row = reinterpret_cast<int*>(shared + kStages * kStageBytes);
   float* row_weight = reinterpret_cast<float*>(source_row);  // once the sources have been read
   int* assignment = source_row + kTile;
-  int* next_tile = reinterpret_cast<int*>(staged + kTile);  // in the padding of a staged row
+  int* next_tile = reinterpret_cast<int*>(shared) + kBlock;  // in the padding of a staged row
 
   const int column_tiles = (p.N + kTile - 1) / kTile;
   // Outputs that are added to must stay in L2 until all experts have passed; plain stores share the weights more widely.
@@ -119,22 +118,19 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
     rows = p.schedule.tiles[position.row_tile];
     column = position.column_tile * kTile, columns = min(kTile, p.N - column);
 
-    // Both arrive while the first half of the tile is staged.
     const float own_weight = p.epilogue.row_weight && rows.expert >= 0 ? p.epilogue.row_weight[assignment[threadIdx.x]] : 1.f;
     const int claimed = threadIdx.x == 0 ? claim_tile(p.schedule) : 0;
 
-    const bool whole_dot = p.epilogue.dot_with && p.epilogue.dot_vector && columns == kTile;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      __syncthreads();  // the stages, or the half before, are no longer read
-      multiply.write_half(staged, half);
-      if (half == 0) row_weight[threadIdx.x] = own_weight;
-      __syncthreads();
-      const auto write = [&](auto whole) {
-        write_rows<T, kThreads, whole>(p.epilogue, staged, half, assignment, row_weight, rows, column, columns, p.S,
-                                       p.map.top_k);
-      };
-      whole_dot ? write(Constant<true>{}) : write(Constant<false>{});
+    row_weight[threadIdx.x] = own_weight;
+    __syncthreads();  // the stages are no longer read
+    const int warp_column = column + multiply.warp_n, warp_columns = min(kBlock, columns - multiply.warp_n);
+    const auto write = [&](auto whole) {
+      write_block<T, whole>(p.epilogue, multiply, staged, assignment + multiply.warp_m, row_weight + multiply.warp_m, rows,
+                            warp_column, warp_columns, p.S, p.map.top_k);
+    };
+    if (multiply.active) {
+      const bool whole = p.epilogue.dot_with && p.epilogue.dot_vector && warp_columns == kBlock;
+      whole ? write(Constant<true>{}) : write(Constant<false>{});
     }
     if (threadIdx.x == 0) *next_tile = claimed;
     __syncthreads();

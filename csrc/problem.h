@@ -60,7 +60,7 @@ struct Epilogue {
   int64_t bias_stride;
   const void* dot_with;  // rows like those of `out` in the operand type, or null: no row dot
   int64_t dot_with_stride;
-  float* dot;  // [ceil(N / 128), S], by assignment
+  float* dot;  // [ceil(N / 64), S], by assignment
   bool out_vector, bias_vector, dot_vector;  // 16 bytes may be moved at once
 };
 

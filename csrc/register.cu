@@ -190,8 +190,8 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
     check(dot_with->dim() == 2 && dot_with->size(0) == (destination == Destination::row ? S : S / p.map.top_k) &&
               dot_with->size(1) == p.N && dtype(*dot_with) == dtype(a),
           "dot_with must have a row for each row of the result, in the type of a");
-    check(dot->numel() == tile_columns(p.N) * S && dot->scalar_type() == ScalarType::Float,
-          "dot must be float32 [ceil(N / 128), S]");
+    check(dot->numel() == (p.N + kBlock - 1) / kBlock * S && dot->scalar_type() == ScalarType::Float,
+          "dot must be float32 [ceil(N / 64), S]");
     e.dot_with = dot_with->data_ptr();
     e.dot_with_stride = row_stride(*dot_with);
     e.dot_vector = vectorizable(*dot_with, 1);

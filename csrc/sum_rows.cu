@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ Sum
 }  // namespace
 
 cudaError_t launch_sum_rows(const SumRowsProblem& problem, int sms, cudaStream_t stream) {
-  const int64_t blocks = (problem.T * ((problem.N + 3) / 4) + kThreads - 1) / kThreads;
+  const int64_t blocks = (problem.T * ((problem.N + 7) / 8) + kThreads - 1) / kThreads;
   const int64_t resident = int64_t(sms) * (2048 / kThreads);
   if (blocks == 0) return cudaSuccess;
   sum_rows<<<unsigned(blocks < resident ? blocks : resident), kThreads, 0, stream>>>(problem);

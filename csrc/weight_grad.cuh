@@ -16,17 +16,16 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
   constexpr int kParts = Multiply::kParts;
   constexpr Config kConfig{Op::weight_grad, sizeof(T) == 4 ? Path::fp32 : Path::mma, kTileK, kStages, kVector};
   constexpr int kStageBytes = kConfig.stage_bytes(), kOperandBytes = kStageBytes / 2;
-  static_assert(kStagedBytes <= kStages * kStageBytes, "half a tile is staged where the stages were");
   static_assert(kTileK <= kThreads, "a thread looks after a row of each stage");
   using Operand = Share<T, kTileK, kTile, kThreads>;
 
-  // Shared memory: the stages (A, then B), later half a tile of results; for each stage, the token and the routing weight
+  // Shared memory: the stages (A, then B), later the results as they are written; for each stage, the token and the routing weight
   // of each row. A thread's rows of `token` lie side by side.
   extern __shared__ __align__(128) unsigned char shared[];
-  float* staged = reinterpret_cast<float*>(shared);
+  float* staged = reinterpret_cast<float*>(shared) + threadIdx.x / 32 * kStagedFloats;
   int* token = reinterpret_cast<int*>(shared + kStages * kStageBytes);
   unsigned char* weight = reinterpret_cast<unsigned char*>(token + kStages * kTileK);
-  int* next_tile = reinterpret_cast<int*>(staged + kTile);  // in the padding of a staged row
+  int* next_tile = reinterpret_cast<int*>(shared) + kBlock;  // in the padding of a staged row
   constexpr int kWeightBytes = kTileK * 4;
 
   const int m_tiles = (p.M + kTile - 1) / kTile, n_tiles = (p.N + kTile - 1) / kTile;
@@ -148,23 +147,28 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
     m_left = min(kTile, p.M - m), n_left = min(kTile, p.N - n);
     const int claimed = threadIdx.x == 0 ? claim_tile(p.schedule) : 0;  // arrives while the tile is written
 
+    __syncthreads();  // the stages are no longer read
+    const int lane = threadIdx.x % 32, warp_n = n + multiply.warp_n;
+    const bool writes = multiply.active && (k_stages > 0 || !p.accumulate);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      __syncthreads();  // the stages, or the half before, are no longer read
-      multiply.write_half(staged, half);
-      __syncthreads();
-      if (k_stages == 0 && p.accumulate) continue;  // nothing to add
-      for (int i = threadIdx.x / 16; i < kStagedRows; i += kThreads / 16) {
-        const int row = tile_row(i, half), at = threadIdx.x % 16 * 8;
-        if (row >= m_left) continue;
-        Eight<float> v = load_8(staged + i * kStagedPitch + at, 8, true);
-        const int64_t index = expert * p.out_expert_stride + (m + row) * p.out_stride + n + at;
+    for (int pass = 0; pass < kBlock / kStagedRows; ++pass) {
+      if (!writes) break;
+      __syncwarp();  // the rows staged before have been read
+      multiply.stage_rows(pass, staged);
+      __syncwarp();
+      const int row = m + multiply.warp_m + multiply.pass_row(pass);
+      if (row >= p.M) continue;
+#pragma unroll
+      for (int i = 0; i < kBlock / 32; ++i) {
+        const int at = 32 * i + lane % 4 * 8, valid = p.N - warp_n - at;
+        Eight<float> v = *reinterpret_cast<const Eight<float>*>(staged + lane / 4 * kStagedPitch + at);
+        const int64_t index = expert * p.out_expert_stride + row * p.out_stride + warp_n + at;
         if (p.accumulate) {
-          const Eight<float> old = load_8(p.out, p.out_type, index, n_left - at, p.out_vector);
+          const Eight<float> old = load_8(p.out, p.out_type, index, valid, p.out_vector);
 #pragma unroll
           for (int j = 0; j < 8; ++j) v.value[j] += old.value[j];
         }
-        store_8(p.out, p.out_type, index, v, n_left - at, p.out_vector);
+        store_8(p.out, p.out_type, index, v, valid, p.out_vector);
       }
     }
     if (threadIdx.x == 0) *next_tile = claimed;

@@ -220,14 +220,19 @@ def test_one_graph_for_all_token_counts(kernel, device, dynamo):
     assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_compiled_in_one_graph(kernel, device, dynamo, function):
+def test_compiled_in_one_graph(kernel, device, dynamo, function, out_dtype):
     """Forward and backward through AOT autograd with static and dynamic sizes: the bits of eager."""
+    options = {"out_dtype": out_dtype} if out_dtype and function != "grouped_gemm" else {}
     problem = problems.make(function, 33, 24, 16, 5, 2, device=device, distribution="skipped")
-    y, want = problems.run(kernel, problem)
+    y, want = problems.run(kernel, problem, **options)
     for dynamic in (False, True):
         compiled = torch.compile(
-            lambda **tensors: problem.call(kernel, **tensors), backend="aot_eager", fullgraph=True, dynamic=dynamic
+            lambda **tensors: problem.call(kernel, **tensors, **options),
+            backend="aot_eager",
+            fullgraph=True,
+            dynamic=dynamic,
         )
         leaves = problem.leaves()
         got = compiled(**leaves)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 FENCE = 64  # elements of NaN before and behind an output, which keep it 16-byte aligned
-DOT_COLUMNS = 128
+DOT_COLUMNS = 64
 
 
 @contextmanager

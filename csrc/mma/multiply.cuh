@@ -69,7 +69,7 @@ struct Multiply {
   using Value = T;
   static constexpr Major kMajorB = kB;
   static constexpr int kThreads = 128, kTileK = kTileK_, kStages = kStages_;
-  static constexpr int kBlock = 64, kStep = 16;  // a warp's block of the output; the depth of one mma
+  static constexpr int kStep = 16;  // the depth of one mma
   static constexpr int kParts = kTileK / kStep;
 
   const int lane = threadIdx.x % 32;
@@ -175,16 +175,13 @@ struct Multiply {
     for (int j = 0; j < 4; ++j) load_fragment<kB>(b[next][j], b_at, slot, j, step);
   }
 
-  // Stages half a tile (epilogue.cuh).
-  __device__ __forceinline__ void write_half(float* staged, int half) const {
+  // The block's row that a lane's quad has in a pass of eight, and the staging of these rows.
+  __device__ __forceinline__ int pass_row(int pass) const { return 8 * pass + lane / 4; }
+  __device__ __forceinline__ void stage_rows(int pass, float* staged) const {
 #pragma unroll
-    for (int i = 2 * half; i < 2 * half + 2; ++i) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        float* to = staged + staged_row(warp_m + 16 * i + lane / 4) * kStagedPitch + warp_n + 8 * j + lane % 4 * 2;
-        *reinterpret_cast<float2*>(to) = make_float2(sum[i][j][0], sum[i][j][1]);
-        *reinterpret_cast<float2*>(to + 8 * kStagedPitch) = make_float2(sum[i][j][2], sum[i][j][3]);
-      }
+    for (int j = 0; j < 8; ++j) {
+      const float* pair = &sum[pass / 2][j][pass % 2 * 2];
+      *reinterpret_cast<float2*>(staged + lane / 4 * kStagedPitch + 8 * j + lane % 4 * 2) = make_float2(pair[0], pair[1]);
     }
   }
 };

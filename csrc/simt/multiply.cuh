@@ -106,13 +106,11 @@ struct Multiply {
     }
   }
 
-  // Stages half a tile (epilogue.cuh).
-  __device__ __forceinline__ void write_half(float* staged, int half) const {
+  // The block's row that a lane's quad has in a pass of eight, and the staging of these rows.
+  __device__ __forceinline__ int pass_row(int pass) const { return m(pass) - warp_m; }
+  __device__ __forceinline__ void stage_rows(int pass, float* staged) const {
 #pragma unroll
-    for (int i = kM / 2 * half; i < kM / 2 * (half + 1); ++i) {
-#pragma unroll
-      for (int j = 0; j < kN; ++j) staged[staged_row(m(i)) * kStagedPitch + n(j)] = sum[i][j];
-    }
+    for (int j = 0; j < kN; ++j) staged[lane_m * kStagedPitch + n(j) - warp_n] = sum[pass][j];
   }
 };
 

@@ -37,7 +37,8 @@ def _product(a, w, routing, gather, combine, out_dtype, *, row_weight=None, bias
         return out
     out = a.new_zeros((num_tokens, columns), dtype=sum_dtype)
     ops.gemm_combine(*read, *terms, out)
-    return out.to(out_dtype)
+    # No .to() that returns out itself: torch 2.11's compiler takes that for a second result and loses the gradient.
+    return out if out.dtype is out_dtype else out.to(out_dtype)
 
 
 def _row_gradients(dy, x, w, row_weight, bias, routing, gather, combine, need_x, need_row_weight):

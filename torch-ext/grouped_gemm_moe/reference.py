@@ -11,7 +11,7 @@ import torch
 
 from ._ops import add_op_namespace_prefix
 
-DOT_COLUMNS = 128  # columns summed into one partial of `dot`
+DOT_COLUMNS = 64  # columns summed into one partial of `dot`
 
 
 @contextlib.contextmanager

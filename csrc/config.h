@@ -8,9 +8,8 @@ namespace moe {
 enum class Op { gemm, weight_grad };
 enum class Path { fp32, mma, wgmma };
 
-// Output tiles are 128 x 128 on every portable path. Each of a block's four warps has 64 x 64 of it; a row dot has one
-// partial sum for each 64 columns.
-constexpr int kTile = 128, kBlock = 64;
+// Output tiles are 128 x 128 on every portable path; a row dot has one partial sum a tile column.
+constexpr int kTile = 128;
 
 struct Config {
   Op op;

@@ -1,5 +1,5 @@
-// From accumulators to memory. A warp stages eight rows of its block at a time as float32 in shared memory and writes them
-// row by row: bias, row dot, routing weight, then a store or an addition to the token's row of the output.
+// From accumulators to memory. A kernel stages half a tile as float32 in shared memory, and whole warps write it row by
+// row: bias, row dot, routing weight, then a store or an addition to the token's row of the output.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,8 +11,9 @@
 
 namespace moe {
 
-constexpr int kStagedRows = 8, kStagedPitch = kBlock + 8;  // floats; the 8 spread the fragments' rows over the banks
-constexpr int kStagedFloats = kStagedRows * kStagedPitch;  // of each warp
+constexpr int kStagedRows = kTile / 2;
+constexpr int kStagedPitch = kTile + 8;  // floats; the 8 spread the fragments' rows over the banks
+constexpr int kStagedBytes = kStagedRows * kStagedPitch * 4;
 
 // Eight neighbouring values as they lie in memory: 16 bytes, or 32 of float32.
 template <typename T>
@@ -84,83 +85,52 @@ __device__ __forceinline__ void add_row(float* to, const float* staged, int colu
   for (int i = quarter; i < columns; i += 4) atomicAdd(to + i, staged[i]);
 }
 
-// Writes a warp's block of the tile `rows` into columns [column, column + columns) of the output. `assignment` and
-// `row_weight` (shared memory) hold what they say for each row of the block. Four lanes share each of eight rows. kWhole
-// says that there is a row dot of whole blocks in 16-byte words: those of the next eight rows are loaded while these are
-// written.
-template <typename T, bool kWhole, typename Multiply>
-__device__ __forceinline__ void write_block(const Epilogue& to, const Multiply& multiply, float* staged, const int* assignment,
-                                            const float* row_weight, const RowTile& rows, int column, int columns, int S,
-                                            int top_k) {
-  constexpr int kWords = kBlock / 32, kPasses = kBlock / kStagedRows;  // words of eight columns, a lane's share of a row
+// Writes staged rows [0, rows) of columns [column, column + columns). `row` is the first one's place in expert order;
+// `assignment` and `row_weight` (shared memory) hold each one's. Four lanes share a row, so a warp has eight in flight.
+template <typename T, int kThreads>
+__device__ __forceinline__ void write_rows(const Epilogue& to, float* staged, const int* assignment, const float* row_weight,
+                                           int expert, int row, int rows, int column, int columns, int S, int top_k) {
+  constexpr int kWords = kTile / 32;  // of eight columns, a lane's share of a row
   const int quarter = threadIdx.x % 4;
   const bool combine = to.destination == Destination::token, by_row = to.destination == Destination::row;
-  float* values = staged + threadIdx.x % 32 / 4 * kStagedPitch;
-
-  const auto with_row = [&](int r) {  // of row r of the block
-    const int row = rows.row + multiply.warp_m + r;
-    return static_cast<const T*>(to.dot_with) + int64_t(by_row ? row : assignment[r] / top_k) * to.dot_with_stride +
-           column;
-  };
-  const auto inside = [&](int r) { return multiply.warp_m + r < rows.rows; };
-  Eight<T> with[kWords], next_with[kWords];
-  const auto load_ahead = [&](int pass) {
-    const int r = multiply.pass_row(pass);
-    if (!inside(r) || rows.expert < 0) return;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) next_with[i] = reinterpret_cast<const Eight<T>*>(with_row(r))[4 * i + quarter];
-  };
-  if (kWhole) load_ahead(0);
-
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const int r = multiply.pass_row(pass);
-    const bool live = inside(r) && rows.expert >= 0;
-    if (kWhole) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) with[i] = next_with[i];
-      if (pass + 1 < kPasses) load_ahead(pass + 1);
-    }
-#if __CUDA_ARCH__ >= 900
-    if (combine) ptx::wait_bulk_read();
-#endif
-    __syncwarp();  // the rows staged before have been read
-    multiply.stage_rows(pass, staged);
-    __syncwarp();
-
-    const int a = assignment[r];
+#pragma unroll 1
+  for (int r = threadIdx.x / 4; r < kStagedRows; r += kThreads / 4) {
+    const bool inside = r < rows, live = inside && expert >= 0;
+    float* values = staged + r * kStagedPitch;
+    const int a = inside ? assignment[r] : 0, token = a / top_k;
+    const int64_t target = by_row ? row + r : combine ? token : a;
     const float weight = row_weight[r];
-    const int64_t target = by_row ? rows.row + multiply.warp_m + r : combine ? a / top_k : a;
+
+    const int64_t with_row = by_row ? row + r : token;
     float dot = 0.f;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       const int at = 32 * i + 8 * quarter, valid = columns - at;
       Eight<float> v = *reinterpret_cast<const Eight<float>*>(values + at);
       if (live && to.bias) {
-        const T* bias_row = static_cast<const T*>(to.bias) + rows.expert * to.bias_stride + column;
-        const Eight<T> bias = load_8(bias_row + at, valid, to.bias_vector);
+        const T* first = static_cast<const T*>(to.bias) + expert * to.bias_stride + column;
+        const Eight<T> bias = load_8(first + at, valid, to.bias_vector);
 #pragma unroll
         for (int j = 0; j < 8; ++j) v.value[j] += float(bias.value[j]);
       }
       if (live && to.dot_with) {
-        if (!kWhole) with[i] = load_8(with_row(r) + at, valid, to.dot_vector);
+        const T* first = static_cast<const T*>(to.dot_with) + with_row * to.dot_with_stride + column;
+        const Eight<T> with = load_8(first + at, valid, to.dot_vector);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          if (kWhole || j < valid) dot = fmaf(v.value[j], float(with[i].value[j]), dot);
-        }
+        for (int j = 0; j < 8; ++j) dot = j < valid ? fmaf(v.value[j], float(with.value[j]), dot) : dot;
       }
 #pragma unroll
       for (int j = 0; j < 8; ++j) v.value[j] *= weight;
       if (combine) {
         *reinterpret_cast<Eight<float>*>(values + at) = v;
-      } else if (inside(r)) {
+      } else if (inside) {
         store_8(to.out, to.out_type, target * to.out_stride + column + at, v, valid, to.out_vector);
       }
     }
     if (to.dot_with) {
       dot += __shfl_xor_sync(~0u, dot, 1);
       dot += __shfl_xor_sync(~0u, dot, 2);
-      if (live && quarter == 0) to.dot[int64_t(column / kBlock) * S + a] = dot;
+      if (live && quarter == 0) to.dot[int64_t(column / kTile) * S + a] = dot;
     }
     if (combine && to.out) {
 #if __CUDA_ARCH__ >= 900
@@ -171,7 +141,7 @@ __device__ __forceinline__ void write_block(const Epilogue& to, const Multiply& 
     }
   }
 #if __CUDA_ARCH__ >= 900
-  if (combine) ptx::wait_bulk_read();
+  if (combine) ptx::wait_bulk_read();  // the staged rows may be overwritten once every thread is past this
 #endif
 }
 

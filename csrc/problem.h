@@ -60,18 +60,17 @@ struct Epilogue {
   int64_t bias_stride;
   const void* dot_with;  // rows like those of `out` in the operand type, or null: no row dot
   int64_t dot_with_stride;
-  float* dot;  // [ceil(N / 64), S], by assignment
+  float* dot;  // [ceil(N / 128), S], by assignment
   bool out_vector, bias_vector, dot_vector;  // 16 bytes may be moved at once
 };
 
 struct GemmProblem {
   int S, N, K, E;
-  int strip;
   Rows a;
   RowMap map;
   const char* w;
   int64_t w_expert_bytes;
-  uint32_t w_n_bytes, w_k_bytes;  // from one n, one k to the next; w_major says which of them are neighbours
+  uint32_t w_row_bytes;  // rows of w lie along its contiguous dimension
   Major w_major;
   Schedule schedule;
   Epilogue epilogue;

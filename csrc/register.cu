@@ -164,8 +164,7 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
   p.w_expert_bytes = w.stride(0) * int64_t(w.element_size());
   p.w_major = p.K <= 1 || w.stride(2) == 1 ? Major::k : Major::mn;
   check(p.w_major == Major::k || p.N <= 1 || w.stride(1) == 1, "w must be contiguous in K or in N");
-  p.w_n_bytes = row_bytes(w, p.w_major == Major::k ? w.stride(1) : 1);
-  p.w_k_bytes = row_bytes(w, p.w_major == Major::k ? 1 : w.stride(2));
+  p.w_row_bytes = row_bytes(w, w.stride(p.w_major == Major::k ? 1 : 2));
 
   Epilogue& e = p.epilogue;
   const int64_t targets = destination == Destination::token ? S / p.map.top_k : S;
@@ -190,15 +189,14 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
     check(dot_with->dim() == 2 && dot_with->size(0) == (destination == Destination::row ? S : S / p.map.top_k) &&
               dot_with->size(1) == p.N && dtype(*dot_with) == dtype(a),
           "dot_with must have a row for each row of the result, in the type of a");
-    check(dot->numel() == (p.N + kBlock - 1) / kBlock * S && dot->scalar_type() == ScalarType::Float,
-          "dot must be float32 [ceil(N / 64), S]");
+    check(dot->numel() == tile_columns(p.N) * S && dot->scalar_type() == ScalarType::Float,
+          "dot must be float32 [ceil(N / 128), S]");
     e.dot_with = dot_with->data_ptr();
     e.dot_with_stride = row_stride(*dot_with);
     e.dot_vector = vectorizable(*dot_with, 1);
     e.dot = static_cast<float*>(dot->data_ptr());
   }
 
-  { const char* e = getenv(destination == Destination::token ? "STRIP_C" : "STRIP_S"); p.strip = e ? atoi(e) : destination == Destination::token ? 2 : 8; }
   const Launch launch(a);
   const Config& config = choose(Op::gemm, dtype(a), chunked(a, 1) && chunked(w, p.w_major == Major::k ? 2 : 1), launch);
   const Tiles tiles = schedule(offs, p.S, p.E, kTile, destination != Destination::token, launch.stream);

@@ -9,12 +9,14 @@ struct TilePosition {
   int row_tile, column_tile;
 };
 
-// Column tiles are taken `strip` at a time; inside a strip the row tiles advance, so that the strip's part of the output
-// and of the weights stays in L2 while the rows stream past.
-__device__ __forceinline__ TilePosition tile_position(int tile, int row_tiles, int column_tiles, int strip) {
-  const int strip_tiles = row_tiles * min(strip, column_tiles);
-  const int first_column = tile / strip_tiles * strip, inside = tile % strip_tiles;
-  const int columns = min(strip, column_tiles - first_column);
+// Column tiles are taken kStrip at a time; inside a strip the row tiles advance, so that the strip's part of the weights
+// and of an output that is added to stays in L2 while the rows stream past. docs/design.md has the widths that were tried.
+constexpr int kStrip = 8;
+
+__device__ __forceinline__ TilePosition tile_position(int tile, int row_tiles, int column_tiles) {
+  const int strip_tiles = row_tiles * min(kStrip, column_tiles);
+  const int first_column = tile / strip_tiles * kStrip, inside = tile % strip_tiles;
+  const int columns = min(kStrip, column_tiles - first_column);
   return {inside / columns, first_column + inside % columns};
 }
 

@@ -16,27 +16,27 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
   constexpr int kParts = Multiply::kParts;
   constexpr Config kConfig{Op::weight_grad, sizeof(T) == 4 ? Path::fp32 : Path::mma, kTileK, kStages, kVector};
   constexpr int kStageBytes = kConfig.stage_bytes(), kOperandBytes = kStageBytes / 2;
+  static_assert(kStagedBytes <= kStages * kStageBytes, "half a tile is staged where the stages were");
   static_assert(kTileK <= kThreads, "a thread looks after a row of each stage");
   using Operand = Share<T, kTileK, kTile, kThreads>;
 
-  // Shared memory: the stages (A, then B), later the results as they are written; for each stage, the token and the routing weight
+  // Shared memory: the stages (A, then B), later half a tile of results; for each stage, the token and the routing weight
   // of each row. A thread's rows of `token` lie side by side.
   extern __shared__ __align__(128) unsigned char shared[];
-  float* staged = reinterpret_cast<float*>(shared) + threadIdx.x / 32 * kStagedFloats;
+  float* staged = reinterpret_cast<float*>(shared);
   int* token = reinterpret_cast<int*>(shared + kStages * kStageBytes);
   unsigned char* weight = reinterpret_cast<unsigned char*>(token + kStages * kTileK);
-  int* next_tile = reinterpret_cast<int*>(shared) + kBlock;  // in the padding of a staged row
+  int* next_tile = reinterpret_cast<int*>(staged + kTile);  // in the padding of a staged row
   constexpr int kWeightBytes = kTileK * 4;
 
   const int m_tiles = (p.M + kTile - 1) / kTile, n_tiles = (p.N + kTile - 1) / kTile;
   const int expert_tiles = m_tiles * n_tiles;
-  constexpr int strip = 8;
 
   for (int tile = blockIdx.x; tile < p.E * expert_tiles; tile = *next_tile) {
-    int expert = tile / expert_tiles;
-    TilePosition position = tile_position(tile % expert_tiles, n_tiles, m_tiles, strip);
-    int m = position.column_tile * kTile, n = position.row_tile * kTile;
-    int m_left = min(kTile, p.M - m), n_left = min(kTile, p.N - n);
+    const int expert = tile / expert_tiles;
+    const TilePosition position = tile_position(tile % expert_tiles, n_tiles, m_tiles);
+    const int m = position.column_tile * kTile, n = position.row_tile * kTile;
+    const int m_left = min(kTile, p.M - m), n_left = min(kTile, p.N - n);
     const int begin = p.schedule.bounds[expert], end = p.schedule.bounds[expert + 1];
     const int k_stages = (end - begin + kTileK - 1) / kTileK;
 
@@ -70,32 +70,24 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
     int next = own[kStages - 1];  // whose weight is still to be published
     __syncthreads();
 
-    const char* a_own = ptx::keep(p.a.data + int64_t(m) * sizeof(T) + Operand::chunk() * 16);
-    const char* b_own = ptx::keep(p.b.data + int64_t(n) * sizeof(T) + Operand::chunk() * 16);
+    const char* a_own = p.a.data + int64_t(m) * sizeof(T) + Operand::chunk() * 16;
+    const char* b_own = p.b.data + int64_t(n) * sizeof(T) + Operand::chunk() * 16;
     const int a_valid = Operand::valid(m_left), b_valid = Operand::valid(n_left);
     const uint32_t to = ptx::shared_address(shared) + Operand::offset();
     int stage = 0;
 
-    // Part of kParts of stage `stage` + ahead, in two steps: which tokens its rows are, and their loads.
-    int tokens[Operand::kRows];
-    const auto find = [&](auto ahead, int part, int parts) {
-#pragma unroll
-      for (int i = part * Operand::kRows / parts; i < (part + 1) * Operand::kRows / parts; ++i) {
-        tokens[i] = token[ahead % kStages * kTileK + Operand::first() * Operand::kRows + i];
-      }
-    };
+    // Part of kParts of stage `stage` + ahead. Past the last stage this writes zeros that nobody reads.
     const auto load = [&](auto ahead, int part, int parts) {
-      if (stage + ahead >= k_stages) return;
       constexpr int kSlot = ahead % kStages;
       const int row = begin + (stage + ahead) * kTileK + Operand::first();
 #pragma unroll
       for (int i = part * Operand::kRows / parts; i < (part + 1) * Operand::kRows / parts; ++i) {
-        const int own_row = row + i * Operand::kStride;
-        const bool live = i * Operand::kStride < end - row;
+        const int own_row = row + i * Operand::kStride, own_token = token[kSlot * kTileK + Operand::first() * Operand::kRows + i];
+        const bool live = own_row < end;
         load_chunk<Operand, kVector>(to + kSlot * kStageBytes, i,
-                                     row_address(a_own, p.a.gather ? tokens[i] : own_row, p.a.row_bytes), live ? a_valid : 0);
+                                     row_address(a_own, p.a.gather ? own_token : own_row, p.a.row_bytes), live ? a_valid : 0);
         load_chunk<Operand, kVector>(to + kSlot * kStageBytes + kOperandBytes, i,
-                                     row_address(b_own, p.b.gather ? tokens[i] : own_row, p.b.row_bytes), live ? b_valid : 0);
+                                     row_address(b_own, p.b.gather ? own_token : own_row, p.b.row_bytes), live ? b_valid : 0);
       }
     };
     const auto advance = [] {
@@ -105,70 +97,52 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
     };
 
     unrolled<kStages - 1>([&](auto ahead) {
-      find(ahead, 0, 1);
       load(ahead, 0, 1);
       if (ahead < kStages - 2) ptx::commit_copies();
       return true;
     });
     advance();
     Multiply multiply(shared, shared + kOperandBytes, m_left, n_left);
-    const auto run = [&](auto weighted) {
-      if (k_stages) multiply.begin();
-      for (; stage < k_stages; stage += kStages) {
-        unrolled<kStages>([&](auto s) {
-          constexpr int kNext = (s + 1) % kStages, kLoaded = (s + kStages - 1) % kStages;
-          constexpr Constant<s + kStages - 1> kAhead;
-          float next_weight;
-          int after;
-          const auto prepare = [&](int part) {
-            find(kAhead, part, kParts);
-            if (part == 0) next_weight = weight_of(next), after = look_up(stage + s + kStages);
-          };
-          const auto refill = [&](int part) { load(kAhead, part, kParts); };
-          const auto publish_and_advance = [&] {
-            publish_weight(kLoaded, next_weight);
-            publish_token(s, after);
-            next = after;
-            advance();
-          };
-          multiply.template stage<weighted>(s * kStageBytes, kNext * kStageBytes, weight + s * kWeightBytes,
-                                                    weight + kNext * kWeightBytes, prepare, refill, publish_and_advance);
-          return stage + s + 1 < k_stages;
-        });
-      }
-    };
-    p.row_weight ? run(Constant<true>{}) : run(Constant<false>{});
+    const auto weights = [&](int slot) { return p.row_weight ? weight + slot * kWeightBytes : nullptr; };
+    if (k_stages) multiply.begin(weights(0));
+    for (; stage < k_stages; stage += kStages) {
+      unrolled<kStages>([&](auto s) {
+        constexpr int kNext = (s + 1) % kStages, kLoaded = (s + kStages - 1) % kStages;
+        float next_weight;
+        int after;
+        const auto refill = [&](int part) {
+          load(Constant<s + kStages - 1>{}, part, kParts);
+          if (part == 0) next_weight = weight_of(next), after = look_up(stage + s + kStages);
+        };
+        const auto publish_and_advance = [&] {
+          publish_weight(kLoaded, next_weight);
+          publish_token(s, after);
+          next = after;
+          advance();
+        };
+        multiply.stage(s * kStageBytes, kNext * kStageBytes, weights(s), weights(kNext), refill, publish_and_advance);
+        return stage + s + 1 < k_stages;
+      });
+    }
     ptx::wait_copies<0>();
-
-    // Found anew rather than held in registers through the loop.
-    expert = ptx::keep(tile) / expert_tiles;
-    position = tile_position(ptx::keep(tile) % expert_tiles, n_tiles, m_tiles, strip);
-    m = position.column_tile * kTile, n = position.row_tile * kTile;
-    m_left = min(kTile, p.M - m), n_left = min(kTile, p.N - n);
     const int claimed = threadIdx.x == 0 ? claim_tile(p.schedule) : 0;  // arrives while the tile is written
 
-    __syncthreads();  // the stages are no longer read
-    const int lane = threadIdx.x % 32, warp_n = n + multiply.warp_n;
-    const bool writes = multiply.active && (k_stages > 0 || !p.accumulate);
-#pragma unroll
-    for (int pass = 0; pass < kBlock / kStagedRows; ++pass) {
-      if (!writes) break;
-      __syncwarp();  // the rows staged before have been read
-      multiply.stage_rows(pass, staged);
-      __syncwarp();
-      const int row = m + multiply.warp_m + multiply.pass_row(pass);
-      if (row >= p.M) continue;
-#pragma unroll
-      for (int i = 0; i < kBlock / 32; ++i) {
-        const int at = 32 * i + lane % 4 * 8, valid = p.N - warp_n - at;
-        Eight<float> v = *reinterpret_cast<const Eight<float>*>(staged + lane / 4 * kStagedPitch + at);
-        const int64_t index = expert * p.out_expert_stride + row * p.out_stride + warp_n + at;
+    for (int half = 0; half < 2; ++half) {
+      const int first = half * kStagedRows;
+      __syncthreads();  // the stages, or the half before, are no longer read
+      multiply.write_half(staged, half);
+      __syncthreads();
+      if (k_stages == 0 && p.accumulate) continue;  // nothing to add
+      for (int i = threadIdx.x / 16; i < min(kStagedRows, m_left - first); i += kThreads / 16) {
+        const int at = threadIdx.x % 16 * 8;
+        Eight<float> v = load_8(staged + i * kStagedPitch + at, 8, true);
+        const int64_t index = expert * p.out_expert_stride + (m + first + i) * p.out_stride + n + at;
         if (p.accumulate) {
-          const Eight<float> old = load_8(p.out, p.out_type, index, valid, p.out_vector);
+          const Eight<float> old = load_8(p.out, p.out_type, index, n_left - at, p.out_vector);
 #pragma unroll
           for (int j = 0; j < 8; ++j) v.value[j] += old.value[j];
         }
-        store_8(p.out, p.out_type, index, v, valid, p.out_vector);
+        store_8(p.out, p.out_type, index, v, n_left - at, p.out_vector);
       }
     }
     if (threadIdx.x == 0) *next_tile = claimed;

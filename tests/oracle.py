@@ -89,32 +89,31 @@ def row_experts(sizes, S):
     return torch.repeat_interleave(torch.arange(len(sizes) + 1), torch.cat([sizes, rest]))
 
 
+def by_expert(expert, E):
+    """The rows in the order of their experts, and how many each expert has; those outside [0, E) come last."""
+    order, expert = expert_order(expert, E)
+    return order, torch.bincount(expert, minlength=E + 1).tolist()
+
+
 def through_experts(a, W, expert, bias=None):
     """z[r] = W[e] a[r] + bias[e] with e = expert[r]; 0 where e lies outside [0, E)."""
     a, W = a.double(), W.double()
     biases = W.new_zeros(W.shape[:2]) if bias is None else bias.double()
-    expert = torch.where(is_live(expert, len(W)), expert.long(), len(W))
-    order = expert.argsort(stable=True)
-    counts = torch.bincount(expert, minlength=len(W) + 1).tolist()
+    order, counts = by_expert(expert, len(W))
     *groups, dead = a[order].split(counts)
     parts = [rows @ w.T + b for rows, w, b in zip(groups, W.unbind(), biases.unbind(), strict=True) if len(rows)]
     return torch.cat([*parts, a.new_zeros(len(dead), W.shape[1])])[order.argsort()]
 
 
-def combine(z, weights, ids, E, scaled_to=None):
-    """y[t] = sum over j of weights[t, j] * z[t*k + j], rows in assignment order.
-
-    With `scaled_to`, the gradient weight * dy of each row is rounded to that dtype on its way back.
-    """
-    if scaled_to is not None and z.requires_grad:
-        z.register_hook(lambda scaled: scaled.float().to(scaled_to).double())
+def combine(z, weights, ids, E):
+    """y[t] = sum over j of weights[t, j] * z[t*k + j], rows in assignment order."""
     weights = torch.where(is_live(ids, E), weights.double(), 0.0)
     return (weights[..., None] * z.view(*ids.shape, z.shape[-1])).sum(1)
 
 
-def moe(x, W, ids, weights, scaled_to=None):
+def moe(x, W, ids, weights):
     z = through_experts(x.repeat_interleave(ids.shape[1], 0), W, ids.flatten())
-    return combine(z, weights, ids, len(W), scaled_to)
+    return combine(z, weights, ids, len(W))
 
 
 def grouped_gemm(a, W, sizes):
@@ -126,10 +125,10 @@ def gather_gemm(x, W, ids, bias=None):
     return through_experts(x[order // max(ids.shape[1], 1)], W, expert, bias)
 
 
-def gemm_combine(h, W, ids, weights, bias=None, scaled_to=None):
+def gemm_combine(h, W, ids, weights, bias=None):
     order, expert = expert_order(ids, len(W))
     z = through_experts(h, W, expert, bias)
-    return combine(z[order.argsort()], weights, ids, len(W), scaled_to)
+    return combine(z[order.argsort()], weights, ids, len(W))
 
 
 def gradients(function, tensors, dy):
@@ -139,6 +138,41 @@ def gradients(function, tensors, dy):
     if not y.requires_grad:  # nothing was routed
         return [torch.zeros_like(leaf) for leaf in leaves]
     return torch.autograd.grad(y, leaves, dy.double(), allow_unused=True, materialize_grads=True)
+
+
+def weight_gradient(x, dy, weights, expert, E, by_columns):
+    """sum over the rows r of each expert of weights[r] * outer(dy[r], x[r]), [E, N, K]: the value and its slack.
+
+    The rows of dy, with `by_columns` those of x, are scaled and rounded to their dtype before they are multiplied. The
+    slack is what the values that may be rounded either way make of it.
+    """
+    if by_columns:
+        value, slack = weight_gradient(dy, x, weights, expert, E, False)
+        return value.transpose(1, 2), slack.transpose(1, 2)
+    order, counts = by_expert(expert, E)
+    x, (dy, units) = x.double(), scaled(dy, weights)
+    parts = [t[order].split(counts)[:E] for t in (dy, x, units, x.abs())]
+    value, slack = ([left.T @ right for left, right in zip(*parts[i : i + 2], strict=True)] for i in (0, 2))
+    return torch.stack(value), torch.stack(slack)
+
+
+TIE = 2**-8  # of a unit in the last place
+
+
+def scaled(rows, weights):
+    """Each row times its weight, rounded to the rows' dtype if that is narrow, and the slack of each value.
+
+    Within TIE of the middle between two values it may be rounded either way, which is one unit in its last place: a
+    product that is off by so little is as good as exact.
+    """
+    exact = rows.double() * weights.double()[:, None]
+    if rows.dtype.itemsize > 2:
+        return exact, torch.zeros_like(exact)
+    info = torch.finfo(rows.dtype)
+    unit = torch.ldexp(torch.full_like(exact, info.eps), exact.frexp().exponent - 1)
+    unit = unit.clamp(min=info.smallest_normal * info.eps)
+    tied = ((exact / unit).abs().frac() - 0.5).abs() <= TIE
+    return exact.float().to(rows.dtype).double(), torch.where(tied, unit, 0.0)
 
 
 def tolerance(operand, result):
@@ -163,8 +197,8 @@ def block_maxima(values, group, count):
     return rows.new_zeros(count, rows.shape[1]).scatter_reduce_(0, index, rows, "amax")
 
 
-def assert_close(got, want, rel, groups=None):
-    """The largest error is at most `rel` of the largest value: over all, and in each block.
+def assert_close(got, want, rel, groups=None, slack=None):
+    """The largest error is at most `rel` of the largest value: over all, and in each block. `slack` is error for free.
 
     A block is 64 columns of one group of rows. `groups` gives each row's group; a [E, N, K] tensor has a group an
     expert. A block of fewer than 16 elements is held against the largest value of all, for its own may be near 0. A
@@ -180,7 +214,10 @@ def assert_close(got, want, rel, groups=None):
     if groups is None:
         groups = torch.zeros(len(want), dtype=torch.int64, device=want.device)
     groups, sizes = groups.unique(return_inverse=True, return_counts=True)[1:]
-    error = block_maxima((got - want).abs(), groups, len(sizes))
+    error = (got - want).abs()
+    if slack is not None:
+        error = (error - slack.reshape(error.shape)).clamp(min=0)
+    error = block_maxima(error, groups, len(sizes))
     scale = block_maxima(want.abs(), groups, len(sizes))
     width = torch.arange(scale.shape[1], device=want.device) * -BLOCK + want.shape[1]
     small = sizes[:, None] * width.clamp(max=BLOCK) < 16

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import oracle
@@ -18,6 +17,7 @@ class Problem(NamedTuple):
     want: Callable  # want(*tensors) -> result in float64
     groups: dict[str, torch.Tensor]  # the expert of each row, for the result ("y") and for the tensors with rows
     dtype: torch.dtype  # of the operands
+    weighted_rows: Callable | None = None  # of the tensors' rows and dy's: x, dy, routing weight and expert of each
 
     def leaves(self, only=None):
         """The tensors, requiring gradients: all of them or those named. Their strides and storage stay."""
@@ -31,26 +31,33 @@ class Problem(NamedTuple):
         noise = torch.randn(like.shape, generator=generator, device=like.device, dtype=wide)
         return noise.to(self.dtype).to(like.dtype)
 
-    def gradients(self, dy):
-        """The oracle's gradients by name.
+    def gradients(self, dy, by_columns=False):
+        """The oracle's gradients by name, and the slack of those that have any.
 
-        Narrow operands: a row's weight * dy is rounded to their dtype before it is multiplied for W and bias.
+        Narrow operands: a row's weight * dy is rounded to their dtype before it is multiplied for W and bias, where the
+        gradient of W is stored by columns weight * x instead: see `oracle.weight_gradient`.
         """
         names, tensors = zip(*self.tensors.items(), strict=True)
-        want = dict(zip(names, oracle.gradients(self.want, tensors, dy), strict=True))
-        if self.dtype.itemsize == 2 and "weights" in names:
-            rounded = oracle.gradients(partial(self.want, scaled_to=self.dtype), tensors, dy)
-            want |= {n: g for n, g in zip(names, rounded, strict=True) if n in ("W", "bias")}
-        return want
+        want, slack = dict(zip(names, oracle.gradients(self.want, tensors, dy), strict=True)), {}
+        if self.dtype.itemsize == 2 and self.weighted_rows:
+            x, dy, weights, expert = self.weighted_rows(*tensors, dy)
+            given = dy.to(self.dtype), weights, expert, len(want["W"])
+            want["W"], slack["W"] = oracle.weight_gradient(x.to(self.dtype), *given, by_columns)
+            if "bias" in names:
+                ones = x.new_ones(len(x), 1)
+                want["bias"], slack["bias"] = (t[..., 0] for t in oracle.weight_gradient(ones, *given, False))
+        return want, slack
 
     def check_gradients(self, got, dy):
         """Gradients by name against the oracle's."""
-        want = self.gradients(dy)
+        by_columns = "W" in got and got["W"].shape[2] > 1 and got["W"].stride(2) != 1
+        want, slack = self.gradients(dy, by_columns)
         for name, gradient in got.items():
             dtype = self.tensors[name].dtype
             assert gradient.dtype == dtype, name
+            limit = oracle.tolerance(self.dtype, dtype)
             try:
-                oracle.assert_close(gradient, want[name], oracle.tolerance(self.dtype, dtype), self.groups.get(name))
+                oracle.assert_close(gradient, want[name], limit, self.groups.get(name), slack.get(name))
             except AssertionError as error:
                 raise AssertionError(f"gradient of {name}: {error}") from None
 
@@ -79,9 +86,14 @@ def build(function, inputs, seed=0):
             return Problem(
                 {"x": x, "W": W, "weights": weights},
                 lambda kernel, x, W, weights, **options: kernel.moe(x, W, ids.to(x.device), weights, **options),
-                lambda x, W, weights, scaled_to=None: oracle.moe(x, W, ids, weights, scaled_to),
+                lambda x, W, weights: oracle.moe(x, W, ids, weights),
                 {"y": by_token, "x": by_token},
                 x.dtype,
+                lambda x, W, weights, dy: (
+                    *(t.repeat_interleave(ids.shape[1], 0) for t in (x, dy)),
+                    weights.flatten(),
+                    ids.flatten(),
+                ),
             )
         case "grouped_gemm":
             sizes = torch.bincount(expert, minlength=E + 1)[:E]
@@ -108,11 +120,15 @@ def build(function, inputs, seed=0):
                 lambda kernel, h, W, weights, bias=None, **options: kernel.gemm_combine(
                     h, W, kernel.route(ids.to(h.device), E), weights, bias=bias, **options
                 ),
-                lambda h, W, weights, bias=None, scaled_to=None: oracle.gemm_combine(
-                    h, W, ids, weights, bias, scaled_to
-                ),
+                lambda h, W, weights, bias=None: oracle.gemm_combine(h, W, ids, weights, bias),
                 {"y": by_token, "h": expert},
                 x.dtype,
+                lambda h, W, weights, *bias_dy: (
+                    h,
+                    bias_dy[-1][order // max(ids.shape[1], 1)],
+                    weights.flatten()[order],
+                    expert,
+                ),
             )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 FENCE = 64  # elements of NaN before and behind an output, which keep it 16-byte aligned
-DOT_COLUMNS = 64
+DOT_COLUMNS = 128
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def test_gemm(ops, setting, out):
         dot_with = rows.dy if scatter else rows.dy[rows.token]
         with (
             fenced(rows.S, 200, dtype=out or rows.dtype, device=setting.device) as result,
-            fenced(2, rows.S, dtype=rows.wide, device=setting.device, fill=0) as dot,
+            fenced(-(-200 // DOT_COLUMNS), rows.S, dtype=rows.wide, device=setting.device, fill=0) as dot,
         ):
             ops.gemm(
                 a, rows.W, rows.offs, rows.row_assignment, rows.k, gather, scatter,
@@ -101,7 +101,7 @@ def test_gemm_combine(ops, setting):
         want = torch.zeros(rows.T, 200, dtype=torch.float64, device=setting.device).index_add_(0, rows.token, scaled)
         with (
             fenced(rows.T, 200, dtype=rows.wide, device=setting.device, fill=3) as result,
-            fenced(2, rows.S, dtype=rows.wide, device=setting.device, fill=0) as dot,
+            fenced(-(-200 // DOT_COLUMNS), rows.S, dtype=rows.wide, device=setting.device, fill=0) as dot,
         ):
             ops.gemm_combine(
                 rows.x if gather else rows.x[rows.token], rows.W, rows.offs, rows.row_assignment, rows.k, gather,
@@ -121,15 +121,10 @@ def test_gemm_combine(ops, setting):
 def test_weight_grad(ops, setting, wide, transposed):
     """Each operand gathered or not, scaled or not, stored or added to what is there, by rows or by columns."""
     rows = Rows(90, 72, 136, 5, 2, setting.dtype, setting.device)
-    live = rows.expert < rows.E
     for gather_x, gather_dy, weighted, accumulate in itertools.product([False, True], repeat=4):
-        d = rows.dy[rows.token]
-        if weighted:
-            d = (d * rows.weights[rows.order, None]).to(rows.dtype)
-        want = torch.zeros(rows.E, 136, 72, dtype=torch.float64, device=setting.device)
-        for e in range(rows.E):
-            mine = live & (rows.expert == e)
-            want[e] = d[mine].double().T @ rows.x[rows.token][mine].double()
+        weights = rows.weights[rows.order] if weighted else torch.ones_like(rows.weights)
+        x, dy = rows.x[rows.token], rows.dy[rows.token]
+        want, slack = oracle.weight_gradient(x, dy, weights, rows.expert, rows.E, transposed)
         start = 2.0 if accumulate else float("nan")
         dtype = rows.wide if wide else rows.dtype
         shape = (rows.E, 72, 136) if transposed else (rows.E, 136, 72)
@@ -141,7 +136,7 @@ def test_weight_grad(ops, setting, wide, transposed):
                 rows.offs, rows.row_assignment, rows.k, gather_x, gather_dy,
                 rows.weights if weighted else None, accumulate, out,
             )  # fmt: skip
-            oracle.assert_close(out, want + start if accumulate else want, tolerance(rows, out))
+            oracle.assert_close(out, want + start if accumulate else want, tolerance(rows, out), slack=slack)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 8, 33])

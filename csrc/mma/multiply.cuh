@@ -7,7 +7,7 @@
 
 namespace moe::mma {
 
-// The routing weights of a stage's rows, and packed pairs of values times a pair of them, rounded once as if in float32.
+// The routing weights of a stage's rows, and packed pairs of values times a pair of them, multiplied in float32 and rounded once.
 template <typename T>
 struct PairScale;
 
@@ -26,7 +26,8 @@ struct PairScale<__half> {
 };
 
 // A bfloat16 has float32's range, so that a weight is the sum of two of them to 2^-17, and v * high + (v * low) in fused
-// bfloat16 arithmetic rounds once: two instructions a pair instead of five by way of float32.
+// bfloat16 arithmetic rounds once, but for values within 1/256 of a rounding step of a tie, which may fall to either side:
+// two instructions a pair instead of five by way of float32.
 template <>
 struct PairScale<__nv_bfloat16> {
   struct alignas(8) Weights {
@@ -45,31 +46,13 @@ struct PairScale<__nv_bfloat16> {
   }
 };
 
-// The routing weights of the rows k that a lane holds of a step of A.
-template <typename T, bool kWeighted>
-struct Scale {
-  PairScale<T> low, high;
-  __device__ __forceinline__ Scale(const unsigned char* slot, int k, int lane)
-      : low(slot, k + lane % 4 * 2), high(slot, k + lane % 4 * 2 + 8) {}
-  __device__ __forceinline__ void apply(uint32_t (&fragment)[4]) const {
-    fragment[0] = low(fragment[0]), fragment[1] = low(fragment[1]);
-    fragment[2] = high(fragment[2]), fragment[3] = high(fragment[3]);
-  }
-};
-
-template <typename T>
-struct Scale<T, false> {
-  __device__ __forceinline__ Scale(const unsigned char*, int, int) {}
-  __device__ __forceinline__ void apply(uint32_t (&)[4]) const {}
-};
-
 // kA, kB: which dimension of a staged operand is contiguous.
 template <typename T, Major kA, Major kB, int kTileK_, int kStages_>
 struct Multiply {
   using Value = T;
   static constexpr Major kMajorB = kB;
   static constexpr int kThreads = 128, kTileK = kTileK_, kStages = kStages_;
-  static constexpr int kStep = 16;  // the depth of one mma
+  static constexpr int kBlock = 64, kStep = 16;  // a warp's block of the output; the depth of one mma
   static constexpr int kParts = kTileK / kStep;
 
   const int lane = threadIdx.x % 32;
@@ -120,68 +103,80 @@ struct Multiply {
   static __device__ __forceinline__ void store_weight(unsigned char* slot, int k, float value) {
     PairScale<T>::store(slot, k, value);
   }
+  // For the rows k that this lane holds of a step of A.
+  struct Scale {
+    PairScale<T> low, high;
+    __device__ __forceinline__ Scale(const unsigned char* slot, int k, int lane)
+        : low(slot, k + lane % 4 * 2), high(slot, k + lane % 4 * 2 + 8) {}
+    __device__ __forceinline__ void apply(uint32_t (&fragment)[4]) const {
+      fragment[0] = low(fragment[0]), fragment[1] = low(fragment[1]);
+      fragment[2] = high(fragment[2]), fragment[3] = high(fragment[3]);
+    }
+  };
 
   // Loads the first step of the first stage.
-  __device__ __forceinline__ void begin() {
+  __device__ __forceinline__ void begin(const unsigned char* weights) {
+    if (!active) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       load_fragment<kA>(a[i], a_at, 0, i, 0);
       load_fragment<kB>(b[0][i], b_at, 0, i, 0);
     }
+    if (weights) Scale(weights, 0, lane).apply(a[0]);
   }
 
-  // Adds the products of the stage at `slot` bytes, unless the warp isn't active; row k of A is scaled by weight k of
-  // `weights` where kWeighted. Calls prepare and refill, which start the loads of a later stage part by part, and after the
-  // last read of this stage advance, which waits for the next. That one's first step is loaded here too, and all loads
-  // are issued while the first fragment of A is multiplied, so that the tensor cores hardly wait for either.
-  template <bool kWeighted, typename Prepare, typename Refill, typename Advance>
+  // Adds the products of the stage at `slot` bytes; row k of A is scaled by weight k of `weights` unless that is null.
+  // Calls refill, which starts the loads of a later stage part by part, and after the last read of this stage advance,
+  // which waits for the next: that one's first step is loaded here too, so that the tensor cores do not wait between stages.
+  template <typename Refill, typename Advance>
   __device__ __forceinline__ void stage(int slot, int next_slot, const unsigned char* weights,
-                                        const unsigned char* next_weights, Prepare prepare, Refill refill, Advance advance) {
+                                        const unsigned char* next_weights, Refill refill, Advance advance) {
 #pragma unroll
     for (int step = 0; step < kParts; ++step) {
-      const bool last = step + 1 == kParts;
-      const int now = step % 2, next = 1 - now, next_step = last ? 0 : step + 1;
-      prepare(step);
-      const Scale<T, kWeighted> scale(weights, step * kStep, lane);
-      if (active) {
-        scale.apply(a[0]);
-        multiply(0, now);
-        if (!last) load_next(next, slot, next_step);
-      }
-      refill(step);
-      if (last) advance();
-      if (active) {
-        if (last) load_next(next, next_slot, next_step);
-#pragma unroll
-        for (int i = 1; i < 4; ++i) {
-          scale.apply(a[i]);
-          multiply(i, now);
-          load_fragment<kA>(a[i], a_at, last ? next_slot : slot, i, next_step);
-        }
+      if (weights) {
+        step_of<true>(step, slot, next_slot, weights, next_weights, refill, advance);
+      } else {
+        step_of<false>(step, slot, next_slot, weights, next_weights, refill, advance);
       }
     }
   }
 
-  __device__ __forceinline__ void multiply(int i, int now) {
+  template <bool kWeighted, typename Refill, typename Advance>
+  __device__ __forceinline__ void step_of(int step, int slot, int next_slot, const unsigned char* weights,
+                                          const unsigned char* next_weights, Refill refill, Advance advance) {
+    const bool last = step + 1 == kParts;
+    const int now = step % 2, next = 1 - now, next_step = last ? 0 : step + 1;
+    const Scale scale(weights, step * kStep, lane);
+    refill(step);
+    if (last) advance();
+    if (!active) return;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      ptx::mma_16x8x16<T>(sum[i][j], a[i], b[now][j / 2][j % 2 * 2], b[now][j / 2][j % 2 * 2 + 1]);
+    for (int j = 0; j < 4; ++j) load_fragment<kB>(b[next][j], b_at, last ? next_slot : slot, j, next_step);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        ptx::mma_16x8x16<T>(sum[i][j], a[i], b[now][j / 2][j % 2 * 2], b[now][j / 2][j % 2 * 2 + 1]);
+      }
+      load_fragment<kA>(a[i], a_at, last ? next_slot : slot, i, next_step);
+      if constexpr (kWeighted) {  // a fragment is scaled while the one before is multiplied
+        if (i < 3) scale.apply(a[i + 1]);
+        if (i == 3) Scale(last ? next_weights : weights, next_step * kStep, lane).apply(a[0]);
+      }
     }
   }
 
-  __device__ __forceinline__ void load_next(int next, int slot, int step) {
-    load_fragment<kA>(a[0], a_at, slot, 0, step);
+  // Rows 64 * half to 64 * half + 63 of the tile.
+  __device__ __forceinline__ void write_half(float* staged, int half) const {
+    if (warp_m / kStagedRows != half) return;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) load_fragment<kB>(b[next][j], b_at, slot, j, step);
-  }
-
-  // The block's row that a lane's quad has in a pass of eight, and the staging of these rows.
-  __device__ __forceinline__ int pass_row(int pass) const { return 8 * pass + lane / 4; }
-  __device__ __forceinline__ void stage_rows(int pass, float* staged) const {
+    for (int i = 0; i < 4; ++i) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const float* pair = &sum[pass / 2][j][pass % 2 * 2];
-      *reinterpret_cast<float2*>(staged + lane / 4 * kStagedPitch + 8 * j + lane % 4 * 2) = make_float2(pair[0], pair[1]);
+      for (int j = 0; j < 8; ++j) {
+        float* to = staged + (16 * i + lane / 4) * kStagedPitch + warp_n + 8 * j + lane % 4 * 2;
+        *reinterpret_cast<float2*>(to) = make_float2(sum[i][j][0], sum[i][j][1]);
+        *reinterpret_cast<float2*>(to + 8 * kStagedPitch) = make_float2(sum[i][j][2], sum[i][j][3]);
+      }
     }
   }
 };

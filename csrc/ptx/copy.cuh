@@ -9,15 +9,9 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// A value of which the compiler no longer knows how it came about: it stays in its register, and what follows from it is
-// not computed in advance.
-template <typename T>
-__device__ __forceinline__ T keep(T value) {
-  if constexpr (sizeof(T) == 8) {
-    asm volatile("" : "+l"(value));
-  } else {
-    asm volatile("" : "+r"(value));
-  }
+// Holds a value in its register: without this the compiler computes it anew at each use.
+__device__ __forceinline__ uint32_t keep(uint32_t value) {
+  asm volatile("" : "+r"(value));
   return value;
 }
 
@@ -39,7 +33,6 @@ template <int kPending>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
-
 
 __device__ __forceinline__ void store_shared_16(uint32_t shared, uint4 value) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(value.x), "r"(value.y), "r"(value.z),

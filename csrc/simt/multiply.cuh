@@ -51,17 +51,16 @@ struct Multiply {
     reinterpret_cast<float*>(slot)[k] = value;
   }
 
-  __device__ __forceinline__ void begin() {}
+  __device__ __forceinline__ void begin(const unsigned char*) {}
 
-  // Adds the products of the stage at `slot` bytes, unless the warp isn't active; row k of A is scaled by weight k of
-  // `weights` where kWeighted. Calls prepare and refill, which start the loads of a later stage, and after the last read of
-  // this stage advance, which waits for the next.
-  template <bool kWeighted, typename Prepare, typename Refill, typename Advance>
-  __device__ __forceinline__ void stage(int slot, int, const unsigned char* weights, const unsigned char*, Prepare prepare,
-                                        Refill refill, Advance advance) {
-    prepare(0);
+  // Adds the products of the stage at `slot` bytes; row k of A is scaled by weight k of `weights` unless that is null.
+  // Calls refill, which starts the loads of a later stage, and after the last read of this stage advance, which waits for
+  // the next.
+  template <typename Refill, typename Advance>
+  __device__ __forceinline__ void stage(int slot, int, const unsigned char* weights, const unsigned char*, Refill refill,
+                                        Advance advance) {
     refill(0);
-    if (active) add(a_slot + slot, b_slot + slot, kWeighted ? reinterpret_cast<const float*>(weights) : nullptr);
+    if (active) add(a_slot + slot, b_slot + slot, reinterpret_cast<const float*>(weights));
     advance();
   }
 
@@ -106,11 +105,14 @@ struct Multiply {
     }
   }
 
-  // The block's row that a lane's quad has in a pass of eight, and the staging of these rows.
-  __device__ __forceinline__ int pass_row(int pass) const { return m(pass) - warp_m; }
-  __device__ __forceinline__ void stage_rows(int pass, float* staged) const {
+  // Rows 64 * half to 64 * half + 63 of the tile.
+  __device__ __forceinline__ void write_half(float* staged, int half) const {
+    if (warp_m / kStagedRows != half) return;
 #pragma unroll
-    for (int j = 0; j < kN; ++j) staged[lane_m * kStagedPitch + n(j) - warp_n] = sum[pass][j];
+    for (int i = 0; i < kM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kN; ++j) staged[m(i) % kStagedRows * kStagedPitch + n(j)] = sum[i][j];
+    }
   }
 };
 

@@ -11,7 +11,7 @@ import torch
 
 from ._ops import add_op_namespace_prefix
 
-DOT_COLUMNS = 64  # columns summed into one partial of `dot`
+DOT_COLUMNS = 128  # columns summed into one partial of `dot`
 
 
 @contextlib.contextmanager
@@ -113,6 +113,10 @@ def gemm_combine(a, w, offs, row_assignment, top_k, gather, bias, row_weight, do
 
 @_cpu_kernel
 def weight_grad(x, dy, offs, row_assignment, top_k, gather_x, gather_dy, row_weight, accumulate, out):
+    if out.shape[2] > 1 and out.stride(2) != 1:  # x and dy change places, so that x is scaled, as in the kernels
+        read = dy, x, offs, row_assignment, top_k, gather_dy, gather_x
+        weight_grad(*read, row_weight, accumulate, out.transpose(1, 2))
+        return
     num_rows = x.shape[0] if row_assignment is None else row_assignment.shape[0]
     assignments = _assignments(row_assignment, num_rows, x.device)
     dtype = accumulator_dtype(x.dtype)

@@ -97,14 +97,14 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
     });
     advance();
     Multiply multiply(shared, shared + kOperandBytes, rows.rows, columns);
-    if (k_stages) multiply.begin(nullptr);
+    if (k_stages) multiply.template begin<false>(nullptr);
     for (; stage < k_stages; stage += kStages) {
       unrolled<kStages>([&](auto s) {
         constexpr int kNext = (s + 1) % kStages;
         const auto refill = [&](int part) {
           load(Constant<s + kStages - 1>{}, part, kParts);
         };
-        multiply.stage(s * kStageBytes, kNext * kStageBytes, nullptr, nullptr, refill, advance);
+        multiply.template stage<false>(s * kStageBytes, kNext * kStageBytes, nullptr, nullptr, refill, advance);
         return stage + s + 1 < k_stages;
       });
 #pragma unroll

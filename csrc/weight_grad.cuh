@@ -70,24 +70,32 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
     int next = own[kStages - 1];  // whose weight is still to be published
     __syncthreads();
 
-    const char* a_own = p.a.data + int64_t(m) * sizeof(T) + Operand::chunk() * 16;
-    const char* b_own = p.b.data + int64_t(n) * sizeof(T) + Operand::chunk() * 16;
+    const char* a_own = ptx::keep(p.a.data + int64_t(m) * sizeof(T) + Operand::chunk() * 16);
+    const char* b_own = ptx::keep(p.b.data + int64_t(n) * sizeof(T) + Operand::chunk() * 16);
     const int a_valid = Operand::valid(m_left), b_valid = Operand::valid(n_left);
     const uint32_t to = ptx::shared_address(shared) + Operand::offset();
     int stage = 0;
 
-    // Part of kParts of stage `stage` + ahead. Past the last stage this writes zeros that nobody reads.
+    // Part of kParts of stage `stage` + ahead, in two steps: which tokens its rows are, and their loads. Past the last
+    // stage this writes zeros that nobody reads.
+    int tokens[Operand::kRows];
+    const auto find = [&](auto ahead, int part, int parts) {
+#pragma unroll
+      for (int i = part * Operand::kRows / parts; i < (part + 1) * Operand::kRows / parts; ++i) {
+        tokens[i] = token[ahead % kStages * kTileK + Operand::first() * Operand::kRows + i];
+      }
+    };
     const auto load = [&](auto ahead, int part, int parts) {
       constexpr int kSlot = ahead % kStages;
       const int row = begin + (stage + ahead) * kTileK + Operand::first();
 #pragma unroll
       for (int i = part * Operand::kRows / parts; i < (part + 1) * Operand::kRows / parts; ++i) {
-        const int own_row = row + i * Operand::kStride, own_token = token[kSlot * kTileK + Operand::first() * Operand::kRows + i];
-        const bool live = own_row < end;
+        const int own_row = row + i * Operand::kStride;
+        const bool live = i * Operand::kStride < end - row;
         load_chunk<Operand, kVector>(to + kSlot * kStageBytes, i,
-                                     row_address(a_own, p.a.gather ? own_token : own_row, p.a.row_bytes), live ? a_valid : 0);
+                                     row_address(a_own, p.a.gather ? tokens[i] : own_row, p.a.row_bytes), live ? a_valid : 0);
         load_chunk<Operand, kVector>(to + kSlot * kStageBytes + kOperandBytes, i,
-                                     row_address(b_own, p.b.gather ? own_token : own_row, p.b.row_bytes), live ? b_valid : 0);
+                                     row_address(b_own, p.b.gather ? tokens[i] : own_row, p.b.row_bytes), live ? b_valid : 0);
       }
     };
     const auto advance = [] {
@@ -97,33 +105,40 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
     };
 
     unrolled<kStages - 1>([&](auto ahead) {
+      find(ahead, 0, 1);
       load(ahead, 0, 1);
       if (ahead < kStages - 2) ptx::commit_copies();
       return true;
     });
     advance();
     Multiply multiply(shared, shared + kOperandBytes, m_left, n_left);
-    const auto weights = [&](int slot) { return p.row_weight ? weight + slot * kWeightBytes : nullptr; };
-    if (k_stages) multiply.begin(weights(0));
-    for (; stage < k_stages; stage += kStages) {
-      unrolled<kStages>([&](auto s) {
-        constexpr int kNext = (s + 1) % kStages, kLoaded = (s + kStages - 1) % kStages;
-        float next_weight;
-        int after;
-        const auto refill = [&](int part) {
-          load(Constant<s + kStages - 1>{}, part, kParts);
-          if (part == 0) next_weight = weight_of(next), after = look_up(stage + s + kStages);
-        };
-        const auto publish_and_advance = [&] {
-          publish_weight(kLoaded, next_weight);
-          publish_token(s, after);
-          next = after;
-          advance();
-        };
-        multiply.stage(s * kStageBytes, kNext * kStageBytes, weights(s), weights(kNext), refill, publish_and_advance);
-        return stage + s + 1 < k_stages;
-      });
-    }
+    const auto run = [&](auto weighted) {
+      if (k_stages) multiply.template begin<weighted>(weight);
+      for (; stage < k_stages; stage += kStages) {
+        unrolled<kStages>([&](auto s) {
+          constexpr int kNext = (s + 1) % kStages, kLoaded = (s + kStages - 1) % kStages;
+          constexpr Constant<s + kStages - 1> kAhead;
+          float next_weight;
+          int after;
+          const auto refill = [&](int part) {
+            if (part == 0) find(kAhead, 0, kParts);
+            load(kAhead, part, kParts);
+            if (part + 1 < kParts) find(kAhead, part + 1, kParts);  // arrives while this part's step is multiplied
+            if (part == 0) next_weight = weight_of(next), after = look_up(stage + s + kStages);
+          };
+          const auto publish_and_advance = [&] {
+            publish_weight(kLoaded, next_weight);
+            publish_token(s, after);
+            next = after;
+            advance();
+          };
+          multiply.template stage<weighted>(s * kStageBytes, kNext * kStageBytes, weight + s * kWeightBytes,
+                                            weight + kNext * kWeightBytes, refill, publish_and_advance);
+          return stage + s + 1 < k_stages;
+        });
+      }
+    };
+    p.row_weight ? run(Constant<true>{}) : run(Constant<false>{});
     ptx::wait_copies<0>();
     const int claimed = threadIdx.x == 0 ? claim_tile(p.schedule) : 0;  // arrives while the tile is written
 

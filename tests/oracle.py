@@ -168,11 +168,16 @@ def scaled(rows, weights):
     exact = rows.double() * weights.double()[:, None]
     if rows.dtype.itemsize > 2:
         return exact, torch.zeros_like(exact)
-    info = torch.finfo(rows.dtype)
-    unit = torch.ldexp(torch.full_like(exact, info.eps), exact.frexp().exponent - 1)
-    unit = unit.clamp(min=info.smallest_normal * info.eps)
+    unit = last_place(exact, rows.dtype)
     tied = ((exact / unit).abs().frac() - 0.5).abs() <= TIE
     return exact.float().to(rows.dtype).double(), torch.where(tied, unit, 0.0)
+
+
+def last_place(values, dtype):
+    """One unit in the last place of each value in dtype, subnormal ones included."""
+    info = torch.finfo(dtype)
+    exponent = values.abs().clamp(min=info.smallest_normal).frexp().exponent
+    return torch.ldexp(torch.full_like(values, info.eps), exponent - 1)
 
 
 def tolerance(operand, result):
@@ -183,6 +188,22 @@ def tolerance(operand, result):
     """
     arithmetic = 1e-13 if operand == torch.float64 else 1e-5
     return arithmetic + (torch.finfo(result).eps / 2 if result.itemsize == 2 else 0)
+
+
+ROUNDINGS = 8  # up to 4 are seen where nearly all terms cancel, on the CPU
+
+
+def cancellation(terms, want, operand, result):
+    """The error that honest arithmetic makes in each value however small it is; `terms` has the sums of |terms|.
+
+    A sum's error is in proportion to its terms, not to its value: a product or an addition rounds by at most half a
+    unit in the last place of a partial sum, eps / 2 * terms. ROUNDINGS of them count; longer sums have more, but most
+    of those cancel. In float32 that is 5e-7 * terms, below what `tolerance` gives unless 19/20 of the terms cancel.
+    Rounding to a narrower result adds half a unit in its last place, which for subnormal values is no small part.
+    """
+    accumulator = torch.float64 if operand == torch.float64 else torch.float32
+    error = ROUNDINGS * torch.finfo(accumulator).eps / 2 * terms
+    return error + last_place(want, result) / 2 if result.itemsize == 2 else error
 
 
 BLOCK = 64  # columns that are compared among themselves
@@ -197,8 +218,10 @@ def block_maxima(values, group, count):
     return rows.new_zeros(count, rows.shape[1]).scatter_reduce_(0, index, rows, "amax")
 
 
-def assert_close(got, want, rel, groups=None, slack=None):
-    """The largest error is at most `rel` of the largest value: over all, and in each block. `slack` is error for free.
+def assert_close(got, want, rel, groups=None, slack=None, floor=None):
+    """The largest error is at most `rel` of the largest value: over all, and in each block.
+
+    `slack` is error for free; what is left of a value's error may in any case be its `floor`, as of `cancellation`.
 
     A block is 64 columns of one group of rows. `groups` gives each row's group; a [E, N, K] tensor has a group an
     expert. A block of fewer than 16 elements is held against the largest value of all, for its own may be near 0. A
@@ -217,6 +240,8 @@ def assert_close(got, want, rel, groups=None, slack=None):
     error = (got - want).abs()
     if slack is not None:
         error = (error - slack.reshape(error.shape)).clamp(min=0)
+    if floor is not None:
+        error = torch.where(error <= floor.reshape(error.shape), 0.0, error)
     error = block_maxima(error, groups, len(sizes))
     scale = block_maxima(want.abs(), groups, len(sizes))
     width = torch.arange(scale.shape[1], device=want.device) * -BLOCK + want.shape[1]

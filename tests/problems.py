@@ -24,6 +24,10 @@ class Problem(NamedTuple):
         names = self.tensors if only is None else only
         return {n: t.detach().requires_grad_(n in names) for n, t in self.tensors.items()}
 
+    def absolutes(self):
+        """The tensors' absolute values: the oracles are sums of products, and of these give the sums of |terms|."""
+        return [t.detach().abs() for t in self.tensors.values()]
+
     def incoming(self, like, seed=1):
         """A random gradient for the result, exact in the operands' dtype, which the backward casts it to."""
         generator = torch.Generator(like.device).manual_seed(seed)
@@ -48,16 +52,19 @@ class Problem(NamedTuple):
                 want["bias"], slack["bias"] = (t[..., 0] for t in oracle.weight_gradient(ones, *given, False))
         return want, slack
 
-    def check_gradients(self, got, dy):
-        """Gradients by name against the oracle's."""
+    def check_gradients(self, got, dy, cancels=False):
+        """Gradients by name against the oracle's; for `cancels` see `check`."""
         by_columns = "W" in got and got["W"].shape[2] > 1 and got["W"].stride(2) != 1
         want, slack = self.gradients(dy, by_columns)
+        if cancels:
+            terms = dict(zip(self.tensors, oracle.gradients(self.want, self.absolutes(), dy.abs()), strict=True))
         for name, gradient in got.items():
             dtype = self.tensors[name].dtype
             assert gradient.dtype == dtype, name
             limit = oracle.tolerance(self.dtype, dtype)
+            floor = oracle.cancellation(terms[name], want[name], self.dtype, dtype) if cancels else None
             try:
-                oracle.assert_close(gradient, want[name], limit, self.groups.get(name), slack.get(name))
+                oracle.assert_close(gradient, want[name], limit, self.groups.get(name), slack.get(name), floor)
             except AssertionError as error:
                 raise AssertionError(f"gradient of {name}: {error}") from None
 
@@ -142,12 +149,18 @@ def run(kernel, problem, dy=None, only=None, **options):
     return y.detach(), dict(zip(asked, found, strict=True))
 
 
-def check(kernel, problem, dy=None, **options):
-    """The result and every gradient against the oracle; the result's dtype is left to the caller."""
+def check(kernel, problem, dy=None, cancels=False, **options):
+    """The result and every gradient against the oracle; the result's dtype is left to the caller.
+
+    `cancels` allows for results of so few values, of any sizes and seed, that the terms of all of them may cancel.
+    """
     y, gradients = run(kernel, problem, dy, **options)
     want = problem.want(*problem.tensors.values())
-    oracle.assert_close(y, want, oracle.tolerance(problem.dtype, y.dtype), problem.groups["y"])
-    problem.check_gradients(gradients, problem.incoming(y) if dy is None else dy)
+    floor = None
+    if cancels:
+        floor = oracle.cancellation(problem.want(*problem.absolutes()), want, problem.dtype, y.dtype)
+    oracle.assert_close(y, want, oracle.tolerance(problem.dtype, y.dtype), problem.groups["y"], floor=floor)
+    problem.check_gradients(gradients, problem.incoming(y) if dy is None else dy, cancels)
     return y
 
 

@@ -4,7 +4,7 @@ import oracle
 import problems
 import torch
 from conftest import DEVICES, DTYPES
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 budget = settings(
@@ -27,11 +27,21 @@ device_and_dtype = devices.flatmap(lambda device: st.tuples(st.just(device), st.
 functions = st.sampled_from(problems.FUNCTIONS)
 
 
+def drawn(function, dtype, T, K, N, E, k, distribution, seed):
+    """One problem by hand, as an example."""
+    sizes = {"T": T, "K": K, "N": N, "E": E, "k": k, "distribution": distribution, "seed": seed}
+    return example(function, ("cpu", dtype), sizes)
+
+
+# The largest value, often the only one, is small beside its terms: a sum of them is no more exact for that.
 @budget
 @given(functions, device_and_dtype, sizes)
+@drawn("gemm_combine+bias", torch.float32, 77, 77, 1, 1, 4, "uniform", 56963)  # the gradient of bias
+@drawn("moe", torch.float16, 1, 3, 1, 1, 6, "single", 15)  # that of the weights
+@drawn("moe", torch.float32, 1, 1, 1, 3, 3, "repeated", 206)  # the result
 def test_any_problem(kernel, function, place, sizes):
     device, dtype = place
-    problems.check(kernel, problems.make(function, **sizes, dtype=dtype, device=device))
+    problems.check(kernel, problems.make(function, **sizes, dtype=dtype, device=device), cancels=True)
 
 
 def strides(draw, t):
@@ -57,7 +67,7 @@ def test_any_strides(kernel, data, function, place, sizes):
     problem = problems.make(function, **sizes, dtype=dtype, device=device)
     views = {name: strides(data.draw, t) for name, t in problem.tensors.items()}
     dy = problem.incoming(problem.call(kernel, **problem.tensors))
-    problems.check(kernel, problem._replace(tensors=views), strides(data.draw, dy))
+    problems.check(kernel, problem._replace(tensors=views), strides(data.draw, dy), cancels=True)
 
 
 @budget
@@ -93,7 +103,9 @@ def test_shards_of_experts_add_up(kernel, device, sizes, cut):
     parts = kernel.moe(x, W[:cut], torch.where(ids < cut, ids, cut), weights).double()
     if cut < E:
         parts = parts + kernel.moe(x, W[cut:], torch.where(oracle.is_live(ids, E), ids - cut, -1), weights)
-    oracle.assert_close(parts, oracle.moe(x, W, ids, weights), 1e-5)
+    want = oracle.moe(x, W, ids, weights)
+    floor = oracle.cancellation(oracle.moe(x.abs(), W.abs(), ids, weights), want, x.dtype, parts.dtype)
+    oracle.assert_close(parts, want, 1e-5, floor=floor)
 
 
 @budget

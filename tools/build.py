@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # two versions of the package can be loaded at once.
 HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"]
 CXX_FLAGS = ["-std=c++17", "-O2", "-Wall", *HOST_FLAGS]
-NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xptxas=-v", "-Xcompiler=" + ",".join(HOST_FLAGS)]
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Xptxas=-v", "-Xcompiler=" + ",".join(HOST_FLAGS)]
 
 # All that the package takes from libtorch_cuda.so. Linking with a stand-in of these names leaves a library that finds
 # the real one in the process that imports it, so no CUDA build of torch is needed here.

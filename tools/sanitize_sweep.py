@@ -1,10 +1,14 @@
 #!/usr/bin/env python3
 """Run every kernel configuration, dtype and epilogue once, at small sizes, for compute-sanitizer to watch.
 
+    python tools/sanitize_sweep.py              all configurations
+    python tools/sanitize_sweep.py --share 2/5  every fifth of them, from the third on
+
 Results are compared with plain torch only closely enough to know that the kernels did their work. A gradient to x
 reads the weight the other way round, so both orders of it occur whichever one it is stored in.
 """
 
+import argparse
 import importlib
 import os
 from pathlib import Path
@@ -24,9 +28,12 @@ DTYPES = {"fp32": [torch.float32], "mma": [torch.bfloat16, torch.float16], "wgmm
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--share", default="0/1", metavar="I/N", help="which of how many parts of the configurations")
+    share, shares = map(int, parser.parse_args().share.split("/"))
     torch.manual_seed(0)
     major, minor = torch.cuda.get_device_capability()
-    for config in hooks.configs():
+    for config in hooks.configs()[share::shares]:
         if not config.selectable_on(10 * major + minor):
             continue
         for dtype in DTYPES[config.path]:

@@ -7,7 +7,7 @@
 
 namespace moe::mma {
 
-// The routing weights of a stage's rows, and packed pairs of values times a pair of them, multiplied in float32 and rounded once.
+// Two neighbouring routing weights of a stage, and a packed pair of values multiplied by them with one rounding.
 template <typename T>
 struct PairScale;
 
@@ -44,6 +44,24 @@ struct PairScale<__nv_bfloat16> {
     const __nv_bfloat162 scaled = __hfma2(values, by.high, __hmul2(values, by.low));
     return *reinterpret_cast<const uint32_t*>(&scaled);
   }
+};
+
+// The routing weights of the rows k that a lane holds of a step of A.
+template <typename T, bool kWeighted>
+struct Scale {
+  PairScale<T> low, high;
+  __device__ __forceinline__ Scale(const unsigned char* slot, int k, int lane)
+      : low(slot, k + lane % 4 * 2), high(slot, k + lane % 4 * 2 + 8) {}
+  __device__ __forceinline__ void apply(uint32_t (&fragment)[4]) const {
+    fragment[0] = low(fragment[0]), fragment[1] = low(fragment[1]);
+    fragment[2] = high(fragment[2]), fragment[3] = high(fragment[3]);
+  }
+};
+
+template <typename T>
+struct Scale<T, false> {
+  __device__ __forceinline__ Scale(const unsigned char*, int, int) {}
+  __device__ __forceinline__ void apply(uint32_t (&)[4]) const {}
 };
 
 // kA, kB: which dimension of a staged operand is contiguous.
@@ -103,18 +121,9 @@ struct Multiply {
   static __device__ __forceinline__ void store_weight(unsigned char* slot, int k, float value) {
     PairScale<T>::store(slot, k, value);
   }
-  // For the rows k that this lane holds of a step of A.
-  struct Scale {
-    PairScale<T> low, high;
-    __device__ __forceinline__ Scale(const unsigned char* slot, int k, int lane)
-        : low(slot, k + lane % 4 * 2), high(slot, k + lane % 4 * 2 + 8) {}
-    __device__ __forceinline__ void apply(uint32_t (&fragment)[4]) const {
-      fragment[0] = low(fragment[0]), fragment[1] = low(fragment[1]);
-      fragment[2] = high(fragment[2]), fragment[3] = high(fragment[3]);
-    }
-  };
 
   // Loads the first step of the first stage.
+  template <bool kWeighted>
   __device__ __forceinline__ void begin(const unsigned char* weights) {
     if (!active) return;
 #pragma unroll
@@ -122,46 +131,35 @@ struct Multiply {
       load_fragment<kA>(a[i], a_at, 0, i, 0);
       load_fragment<kB>(b[0][i], b_at, 0, i, 0);
     }
-    if (weights) Scale(weights, 0, lane).apply(a[0]);
+    Scale<T, kWeighted>(weights, 0, lane).apply(a[0]);
   }
 
-  // Adds the products of the stage at `slot` bytes; row k of A is scaled by weight k of `weights` unless that is null.
+  // Adds the products of the stage at `slot` bytes; row k of A is scaled by weight k of `weights` where kWeighted.
   // Calls refill, which starts the loads of a later stage part by part, and after the last read of this stage advance,
   // which waits for the next: that one's first step is loaded here too, so that the tensor cores do not wait between stages.
-  template <typename Refill, typename Advance>
+  template <bool kWeighted, typename Refill, typename Advance>
   __device__ __forceinline__ void stage(int slot, int next_slot, const unsigned char* weights,
                                         const unsigned char* next_weights, Refill refill, Advance advance) {
 #pragma unroll
     for (int step = 0; step < kParts; ++step) {
-      if (weights) {
-        step_of<true>(step, slot, next_slot, weights, next_weights, refill, advance);
-      } else {
-        step_of<false>(step, slot, next_slot, weights, next_weights, refill, advance);
-      }
-    }
-  }
-
-  template <bool kWeighted, typename Refill, typename Advance>
-  __device__ __forceinline__ void step_of(int step, int slot, int next_slot, const unsigned char* weights,
-                                          const unsigned char* next_weights, Refill refill, Advance advance) {
-    const bool last = step + 1 == kParts;
-    const int now = step % 2, next = 1 - now, next_step = last ? 0 : step + 1;
-    const Scale scale(weights, step * kStep, lane);
-    refill(step);
-    if (last) advance();
-    if (!active) return;
+      const bool last = step + 1 == kParts;
+      const int now = step % 2, next = 1 - now, next_step = last ? 0 : step + 1;
+      const Scale<T, kWeighted> scale(weights, step * kStep, lane);
+      refill(step);
+      if (last) advance();
+      if (!active) continue;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) load_fragment<kB>(b[next][j], b_at, last ? next_slot : slot, j, next_step);
+      for (int j = 0; j < 4; ++j) load_fragment<kB>(b[next][j], b_at, last ? next_slot : slot, j, next_step);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < 4; ++i) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        ptx::mma_16x8x16<T>(sum[i][j], a[i], b[now][j / 2][j % 2 * 2], b[now][j / 2][j % 2 * 2 + 1]);
-      }
-      load_fragment<kA>(a[i], a_at, last ? next_slot : slot, i, next_step);
-      if constexpr (kWeighted) {  // a fragment is scaled while the one before is multiplied
+        for (int j = 0; j < 8; ++j) {
+          ptx::mma_16x8x16<T>(sum[i][j], a[i], b[now][j / 2][j % 2 * 2], b[now][j / 2][j % 2 * 2 + 1]);
+        }
+        load_fragment<kA>(a[i], a_at, last ? next_slot : slot, i, next_step);
+        // A fragment is scaled while the one before is multiplied.
         if (i < 3) scale.apply(a[i + 1]);
-        if (i == 3) Scale(last ? next_weights : weights, next_step * kStep, lane).apply(a[0]);
+        if (i == 3) Scale<T, kWeighted>(last ? next_weights : weights, next_step * kStep, lane).apply(a[0]);
       }
     }
   }

@@ -9,9 +9,15 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Holds a value in its register: without this the compiler computes it anew at each use.
-__device__ __forceinline__ uint32_t keep(uint32_t value) {
-  asm volatile("" : "+r"(value));
+// A value of which the compiler no longer knows how it came about: it stays in its registers, and what follows from it is
+// not computed in advance.
+template <typename T>
+__device__ __forceinline__ T keep(T value) {
+  if constexpr (sizeof(T) == 8) {
+    asm volatile("" : "+l"(value));
+  } else {
+    asm volatile("" : "+r"(value));
+  }
   return value;
 }
 

@@ -51,16 +51,17 @@ struct Multiply {
     reinterpret_cast<float*>(slot)[k] = value;
   }
 
+  template <bool kWeighted>
   __device__ __forceinline__ void begin(const unsigned char*) {}
 
-  // Adds the products of the stage at `slot` bytes; row k of A is scaled by weight k of `weights` unless that is null.
+  // Adds the products of the stage at `slot` bytes; row k of A is scaled by weight k of `weights` where kWeighted.
   // Calls refill, which starts the loads of a later stage, and after the last read of this stage advance, which waits for
   // the next.
-  template <typename Refill, typename Advance>
+  template <bool kWeighted, typename Refill, typename Advance>
   __device__ __forceinline__ void stage(int slot, int, const unsigned char* weights, const unsigned char*, Refill refill,
                                         Advance advance) {
     refill(0);
-    if (active) add(a_slot + slot, b_slot + slot, reinterpret_cast<const float*>(weights));
+    if (active) add(a_slot + slot, b_slot + slot, kWeighted ? reinterpret_cast<const float*>(weights) : nullptr);
     advance();
   }
 

@@ -18,8 +18,9 @@ struct Multiply {
   static constexpr int kColumnBytes = kTile * 4;  // of one with Major::mn
 
   // Warps lie 2 x 2 over the tile, 64 x 64 each, their lanes 8 x 4. A thread's rows and columns are spread over the
-  // warp's so that neighbouring lanes read neighbouring 16-byte words of shared memory.
-  const int lane_m = threadIdx.x % 32 / 4, lane_n = threadIdx.x % 4;
+  // warp's so that neighbouring lanes read neighbouring 16-byte words of shared memory. Lanes that differ in bit 0 share
+  // their columns and those that differ in bit 1 their rows: a 16-byte load then takes two passes and not four.
+  const int lane_m = threadIdx.x % 32 / 8 * 2 + threadIdx.x % 2, lane_n = threadIdx.x / 2 % 4;
   const int warp_m = threadIdx.x / 64 * 64, warp_n = threadIdx.x / 32 % 2 * 64;
   const unsigned char *const a_slot, *const b_slot;  // the operands of stage slot 0
   const bool active;  // a warp whose whole block lies past the tile's rows or columns has nothing to add

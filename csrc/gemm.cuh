@@ -101,9 +101,8 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
     for (; stage < k_stages; stage += kStages) {
       unrolled<kStages>([&](auto s) {
         constexpr int kNext = (s + 1) % kStages;
-        const auto refill = [&](int part) {
-          load(Constant<s + kStages - 1>{}, part, kParts);
-        };
+        constexpr Constant<s + kStages - 1> kAhead;
+        const auto refill = [&](int part) { load(kAhead, part, kParts); };
         multiply.template stage<false>(s * kStageBytes, kNext * kStageBytes, nullptr, nullptr, refill, advance);
         return stage + s + 1 < k_stages;
       });

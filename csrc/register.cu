@@ -93,7 +93,8 @@ bool chunked(const Tensor& tensor, int64_t contiguous_dimension) {
 }
 
 int64_t row_stride(const Tensor& tensor) {
-  check(tensor.dim() == 2 && (tensor.size(1) <= 1 || tensor.stride(1) == 1), "rows must be contiguous");
+  check(tensor.dim() == 2 && (tensor.numel() == 0 || tensor.size(1) <= 1 || tensor.stride(1) == 1),
+        "rows must be contiguous");
   return tensor.stride(0);
 }
 

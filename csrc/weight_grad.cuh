@@ -113,7 +113,8 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
     advance();
     Multiply multiply(shared, shared + kOperandBytes, m_left, n_left);
     const auto run = [&](auto weighted) {
-      if (k_stages) multiply.template begin<weighted>(weight);
+      constexpr bool kWeighted = weighted != 0;
+      if (k_stages) multiply.template begin<kWeighted>(weight);
       for (; stage < k_stages; stage += kStages) {
         unrolled<kStages>([&](auto s) {
           constexpr int kNext = (s + 1) % kStages, kLoaded = (s + kStages - 1) % kStages;
@@ -132,13 +133,13 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
             next = after;
             advance();
           };
-          multiply.template stage<weighted>(s * kStageBytes, kNext * kStageBytes, weight + s * kWeightBytes,
+          multiply.template stage<kWeighted>(s * kStageBytes, kNext * kStageBytes, weight + s * kWeightBytes,
                                             weight + kNext * kWeightBytes, refill, publish_and_advance);
           return stage + s + 1 < k_stages;
         });
       }
     };
-    p.row_weight ? run(Constant<true>{}) : run(Constant<false>{});
+    p.row_weight ? run(Constant<1>{}) : run(Constant<0>{});
     ptx::wait_copies<0>();
     const int claimed = threadIdx.x == 0 ? claim_tile(p.schedule) : 0;  // arrives while the tile is written
 

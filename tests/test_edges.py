@@ -304,3 +304,24 @@ def test_more_than_2_31_weights(kernel, dtype, transposed):
         scales = torch.ones_like(weights) if scale is None else scale
         want, slack = oracle.weight_gradient(x, dy.to(dtype), scales.flatten(), torch.zeros_like(ids), 1, transposed)
         oracle.assert_close(gradient[-1:], want, oracle.tolerance(dtype, dtype), slack=slack)
+
+
+@pytest.mark.parametrize("function", ["moe", "grouped_gemm", "gather_gemm", "gemm_combine"])
+def test_empty_rows_of_any_stride(kernel, place, function):
+    """torch calls an empty tensor contiguous whatever its strides: no kernel may ask more of it."""
+    device, dtype = place.device, place.dtype
+    W = torch.randn(3, 8, 8, device=device, dtype=dtype, requires_grad=True)
+    rows = torch.empty(8, 0, device=device, dtype=dtype).t().requires_grad_()
+    ids = torch.empty(0, 2, dtype=torch.int64, device=device)
+    weights = torch.empty(2, 0, device=device).t().requires_grad_()
+    if function == "moe":
+        y = kernel.moe(rows, W, ids, weights)
+    elif function == "grouped_gemm":
+        y = kernel.grouped_gemm(rows, W, torch.zeros(3, dtype=torch.int64, device=device))
+    elif function == "gather_gemm":
+        y = kernel.gather_gemm(rows, W, kernel.route(ids, 3))
+    else:
+        y = kernel.gemm_combine(rows, W, kernel.route(ids, 3), weights)
+    assert y.shape == (0, 8)
+    y.backward(torch.empty(8, 0, device=device, dtype=y.dtype).t())
+    assert rows.grad.shape == (0, 8) and W.grad.shape == W.shape and not W.grad.any()

@@ -10,28 +10,40 @@ enum class Path { fp32, mma, wgmma };
 
 // Output tiles are 128 x 128 on every portable path; a row dot has one partial sum a tile column.
 constexpr int kTile = 128;
+constexpr int kStagedPitch = kTile + 8;  // floats of a staged row; the 8 spread rows over the banks
 
 struct Config {
   Op op;
   Path path;
   int tile_k;
   int stages;
+  int staged_rows;  // of results that are written at a time
   bool vectorized;  // moves 16 bytes at once: rows and pointers must be 16-byte aligned
   int blocks_per_sm = 2;
 
   __host__ __device__ constexpr int value_bytes() const { return path == Path::fp32 ? 4 : 2; }
   __host__ __device__ constexpr int stage_bytes() const { return 2 * kTile * tile_k * value_bytes(); }
-  // Two words for each row of the tile (gemm) or of the stages (weight_grad).
-  constexpr int table_bytes() const { return 2 * 4 * (op == Op::gemm ? kTile : stages * tile_k); }
-  constexpr int shared_bytes() const { return stages * stage_bytes() + table_bytes(); }
+
+  // Shared memory: the stages, over all of which but the first (it is loaded for the next tile meanwhile) results are staged
+  // with two words for each of the tile's rows; behind them, what the loop knows of rows (gemm.cuh, weight_grad.cuh).
+  __host__ __device__ constexpr int staged_at() const { return stage_bytes(); }
+  __host__ __device__ constexpr int row_words_at() const { return staged_at() + staged_rows * kStagedPitch * 4; }
+  __host__ __device__ constexpr int tables_at() const {
+    const int results_end = row_words_at() + 2 * kTile * 4, stages_end = stages * stage_bytes();
+    return results_end > stages_end ? results_end : stages_end;
+  }
+  __host__ __device__ constexpr int table_bytes() const {
+    return op == Op::gemm ? 2 * 16 + kTile * 4 : 48 + (2 * stages + 1) * tile_k * 4;
+  }
+  __host__ __device__ constexpr int shared_bytes() const { return tables_at() + table_bytes(); }
 };
 
 constexpr Config kConfigs[] = {
-    {Op::gemm, Path::fp32, 16, 3, true},        {Op::gemm, Path::fp32, 16, 3, false},
-    {Op::gemm, Path::mma, 64, 3, true},         {Op::gemm, Path::mma, 32, 3, true},
-    {Op::gemm, Path::mma, 32, 3, false},        {Op::weight_grad, Path::fp32, 16, 3, true},
-    {Op::weight_grad, Path::fp32, 16, 3, false}, {Op::weight_grad, Path::mma, 64, 3, true},
-    {Op::weight_grad, Path::mma, 32, 3, true},  {Op::weight_grad, Path::mma, 32, 3, false},
+    {Op::gemm, Path::fp32, 16, 3, 32, true},        {Op::gemm, Path::fp32, 16, 3, 32, false},
+    {Op::gemm, Path::mma, 64, 3, 128, true},        {Op::gemm, Path::mma, 32, 3, 32, true},
+    {Op::gemm, Path::mma, 32, 3, 32, false},        {Op::weight_grad, Path::fp32, 16, 3, 32, true},
+    {Op::weight_grad, Path::fp32, 16, 3, 32, false}, {Op::weight_grad, Path::mma, 64, 3, 128, true},
+    {Op::weight_grad, Path::mma, 32, 3, 32, true},  {Op::weight_grad, Path::mma, 32, 3, 32, false},
 };
 constexpr int kConfigCount = sizeof(kConfigs) / sizeof(kConfigs[0]);
 

@@ -1,5 +1,6 @@
-// From accumulators to memory. A kernel stages half a tile as float32 in shared memory, and whole warps write it row by
-// row: bias, row dot, routing weight, then a store or an addition to the token's row of the output.
+// From accumulators to memory: bias and routing weight in registers, then rows staged as float32 in shared memory, from
+// where whole warps store them or the copy engine adds them to their tokens' rows of the output. A row dot is taken on the
+// way, of the staged rows, before they are weighted.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,138 +12,226 @@
 
 namespace moe {
 
-constexpr int kStagedRows = kTile / 2;
-constexpr int kStagedPitch = kTile + 8;  // floats; the 8 spread the fragments' rows over the banks
-constexpr int kStagedBytes = kStagedRows * kStagedPitch * 4;
-
-// Eight neighbouring values as they lie in memory: 16 bytes, or 32 of float32.
+// Four neighbouring values as they lie in memory.
 template <typename T>
-struct alignas(16) Eight {
-  T value[8];
+struct alignas(4 * sizeof(T)) Four {
+  T value[4];
 };
 
 // Those at or past `valid` are 0.
 template <typename T>
-__device__ __forceinline__ Eight<T> load_8(const T* from, int valid, bool vector) {
-  if (vector && valid >= 8) return *reinterpret_cast<const Eight<T>*>(from);
-  Eight<T> eight;
+__device__ __forceinline__ Four<T> load_4(const T* from, int valid, bool vector) {
+  if (vector && valid >= 4) return *reinterpret_cast<const Four<T>*>(from);
+  Four<T> four;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) eight.value[i] = i < valid ? from[i] : T(0.f);
-  return eight;
+  for (int i = 0; i < 4; ++i) four.value[i] = i < valid ? from[i] : T(0.f);
+  return four;
 }
 
 template <typename To, typename From>
-__device__ __forceinline__ Eight<To> convert(const Eight<From>& from) {
-  Eight<To> to;
+__device__ __forceinline__ Four<To> convert(const Four<From>& from) {
+  Four<To> to;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) to.value[i] = To(from.value[i]);
+  for (int i = 0; i < 4; ++i) to.value[i] = To(from.value[i]);
   return to;
 }
 
 template <typename T>
-__device__ __forceinline__ void store_8(T* to, const Eight<float>& eight, int valid, bool vector) {
-  const Eight<T> converted = convert<T>(eight);
-  if (vector && valid >= 8) {
-    *reinterpret_cast<Eight<T>*>(to) = converted;
+__device__ __forceinline__ void store_4(T* to, const Four<float>& four, int valid, bool vector) {
+  const Four<T> converted = convert<T>(four);
+  if (vector && valid >= 4) {
+    *reinterpret_cast<Four<T>*>(to) = converted;
     return;
   }
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < 4; ++i) {
     if (i < valid) to[i] = converted.value[i];
   }
 }
 
 // The same for a matrix whose type is known at run time.
-__device__ __forceinline__ void store_8(void* to, DType type, int64_t index, const Eight<float>& eight, int valid,
+__device__ __forceinline__ void store_4(void* to, DType type, int64_t index, const Four<float>& four, int valid,
                                         bool vector) {
   switch (type) {
-    case DType::float32: return store_8(static_cast<float*>(to) + index, eight, valid, vector);
-    case DType::bfloat16: return store_8(static_cast<__nv_bfloat16*>(to) + index, eight, valid, vector);
-    case DType::float16: return store_8(static_cast<__half*>(to) + index, eight, valid, vector);
+    case DType::float32: return store_4(static_cast<float*>(to) + index, four, valid, vector);
+    case DType::bfloat16: return store_4(static_cast<__nv_bfloat16*>(to) + index, four, valid, vector);
+    case DType::float16: return store_4(static_cast<__half*>(to) + index, four, valid, vector);
   }
 }
 
-__device__ __forceinline__ Eight<float> load_8(const void* from, DType type, int64_t index, int valid, bool vector) {
+__device__ __forceinline__ Four<float> load_4(const void* from, DType type, int64_t index, int valid, bool vector) {
   switch (type) {
-    case DType::bfloat16: return convert<float>(load_8(static_cast<const __nv_bfloat16*>(from) + index, valid, vector));
-    case DType::float16: return convert<float>(load_8(static_cast<const __half*>(from) + index, valid, vector));
-    default: return load_8(static_cast<const float*>(from) + index, valid, vector);
+    case DType::bfloat16: return convert<float>(load_4(static_cast<const __nv_bfloat16*>(from) + index, valid, vector));
+    case DType::float16: return convert<float>(load_4(static_cast<const __half*>(from) + index, valid, vector));
+    default: return load_4(static_cast<const float*>(from) + index, valid, vector);
   }
 }
 
-// Adds a staged row of `columns` floats to `to`: by four lanes of a warp, `quarter` 0 to 3, of which each has written its
-// own part of the row.
-__device__ __forceinline__ void add_row(float* to, const float* staged, int columns, bool vector, int quarter) {
+// What a Multiply's threads hold of a tile: sum(i, j) at row(i) and column(j), of which kRun columns lie side by side.
+template <typename T, typename Multiply>
+__device__ __forceinline__ void add_bias(Multiply& multiply, const T* bias, int columns) {
+#pragma unroll
+  for (int j = 0; j < Multiply::kColumns; ++j) {
+    const float value = multiply.column(j) < columns ? float(bias[multiply.column(j)]) : 0.f;
+#pragma unroll
+    for (int i = 0; i < Multiply::kRows; ++i) multiply.sum(i, j) += value;
+  }
+}
+
+template <typename Multiply>
+__device__ __forceinline__ void scale_rows(Multiply& multiply, const float* row_weight) {
+#pragma unroll
+  for (int i = 0; i < Multiply::kRows; ++i) {
+    const float weight = row_weight[multiply.row(i)];
+#pragma unroll
+    for (int j = 0; j < Multiply::kColumns; ++j) multiply.sum(i, j) *= weight;
+  }
+}
+
+// Rows first to first + kRows - 1 of the tile.
+template <int kRows, typename Multiply>
+__device__ __forceinline__ void stage_rows(Multiply& multiply, float* staged, int first) {
+  constexpr int kRun = Multiply::kRun;
+  struct alignas(4 * kRun) Run {
+    float value[kRun];
+  };
+#pragma unroll
+  for (int i = 0; i < Multiply::kRows; ++i) {
+    const int row = multiply.row(i) - first;
+    if (unsigned(row) >= kRows) continue;
+#pragma unroll
+    for (int j = 0; j < Multiply::kColumns; j += kRun) {
+      Run run;
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) run.value[k] = multiply.sum(i, j + k);
+      *reinterpret_cast<Run*>(staged + row * kStagedPitch + multiply.column(j)) = run;
+    }
+  }
+}
+
+// Makes ordinary writes to shared memory, behind the barrier that follows, visible to the copy engine where there is one.
+__device__ __forceinline__ void before_bulk_add() {
 #if __CUDA_ARCH__ >= 900
-  if (vector) {  // the copy engine adds the row while the warps go on
-    if (quarter == 0) {
-      ptx::bulk_add(to, ptx::shared_address(staged), columns * 4);
+  ptx::fence_shared_for_bulk();
+#endif
+}
+
+// Adds staged rows to their tokens' rows of the output, which are `stride` apart and begin at `out`; all threads together.
+template <int kThreads>
+__device__ __forceinline__ void add_rows(float* out, int64_t stride, bool vector, const float* staged, const int* assignment,
+                                         int rows, int columns, int top_k) {
+#if __CUDA_ARCH__ >= 900
+  if (vector) {
+    static_assert(kThreads == kTile);
+    const int row = threadIdx.x;
+    if (row < rows) {
+      ptx::bulk_add(out + (assignment[row] / top_k) * stride, ptx::shared_address(staged + row * kStagedPitch), columns * 4);
       ptx::commit_bulk();
     }
+    ptx::wait_bulk_read();  // the staged rows may be overwritten once every thread is past this
     return;
   }
 #endif
-  for (int i = quarter; i < columns; i += 4) atomicAdd(to + i, staged[i]);
+  if (threadIdx.x >= columns) return;
+#pragma unroll 4
+  for (int row = 0; row < rows; ++row) {
+    atomicAdd(out + (assignment[row] / top_k) * stride + threadIdx.x, staged[row * kStagedPitch + threadIdx.x]);
+  }
 }
 
-// Writes staged rows [0, rows) of columns [column, column + columns). `row` is the first one's place in expert order;
-// `assignment` and `row_weight` (shared memory) hold each one's. Four lanes share a row, so a warp has eight in flight.
-template <typename T, int kThreads>
-__device__ __forceinline__ void write_rows(const Epilogue& to, float* staged, const int* assignment, const float* row_weight,
-                                           int expert, int row, int rows, int column, int columns, int S, int top_k) {
-  constexpr int kWords = kTile / 32;  // of eight columns, a lane's share of a row
-  const int quarter = threadIdx.x % 4;
-  const bool combine = to.destination == Destination::token, by_row = to.destination == Destination::row;
+// The row dots of staged rows, which are weighted then. `with` begins at the first row's columns (by_row) or, rows being
+// looked up by token, at token 0's; dot is indexed by assignment.
+template <typename T, int kRows, int kThreads>
+__device__ __forceinline__ void dot_rows(const T* with, int64_t stride, bool by_row, bool vector, float* dot, float* staged,
+                                         const int* assignment, const float* row_weight, int rows, int columns, int top_k) {
+  // A warp takes a row at a time, its lanes four columns each. Many of its rows' loads are in flight before the first is
+  // needed.
+  constexpr int kWarps = kThreads / 32, kTogether = 8;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, left = columns - lane * 4;
+  static_assert(kTile == 32 * 4 && kRows % (kWarps * kTogether) == 0);
 #pragma unroll 1
-  for (int r = threadIdx.x / 4; r < kStagedRows; r += kThreads / 4) {
-    const bool inside = r < rows, live = inside && expert >= 0;
-    float* values = staged + r * kStagedPitch;
-    const int a = inside ? assignment[r] : 0, token = a / top_k;
-    const int64_t target = by_row ? row + r : combine ? token : a;
-    const float weight = row_weight[r];
-
-    const int64_t with_row = by_row ? row + r : token;
-    float dot = 0.f;
+  for (int first = warp; first < rows; first += kWarps * kTogether) {
+    const T* from[kTogether];
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const int at = 32 * i + 8 * quarter, valid = columns - at;
-      Eight<float> v = *reinterpret_cast<const Eight<float>*>(values + at);
-      if (live && to.bias) {
-        const T* first = static_cast<const T*>(to.bias) + expert * to.bias_stride + column;
-        const Eight<T> bias = load_8(first + at, valid, to.bias_vector);
+    for (int i = 0; i < kTogether; ++i) {
+      const int row = min(first + i * kWarps, rows - 1);
+      from[i] = with + (by_row ? row : assignment[row] / top_k) * stride + lane * 4;
+    }
+    ptx::Words<sizeof(T)> other[kTogether];  // four values each, which the compiler takes apart only where they are used
+    if (vector && left >= 4) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) v.value[j] += float(bias.value[j]);
-      }
-      if (live && to.dot_with) {
-        const T* first = static_cast<const T*>(to.dot_with) + with_row * to.dot_with_stride + column;
-        const Eight<T> with = load_8(first + at, valid, to.dot_vector);
+      for (int i = 0; i < kTogether; ++i) other[i] = ptx::load_words<sizeof(T)>(from[i]);
+    } else {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) dot = j < valid ? fmaf(v.value[j], float(with.value[j]), dot) : dot;
-      }
-#pragma unroll
-      for (int j = 0; j < 8; ++j) v.value[j] *= weight;
-      if (combine) {
-        *reinterpret_cast<Eight<float>*>(values + at) = v;
-      } else if (inside) {
-        store_8(to.out, to.out_type, target * to.out_stride + column + at, v, valid, to.out_vector);
+      for (int i = 0; i < kTogether; ++i) {
+        reinterpret_cast<Four<T>&>(other[i]) = load_4(from[i], left, false);
       }
     }
-    if (to.dot_with) {
-      dot += __shfl_xor_sync(~0u, dot, 1);
-      dot += __shfl_xor_sync(~0u, dot, 2);
-      if (live && quarter == 0) to.dot[int64_t(column / kTile) * S + a] = dot;
+    float sum[kTogether] = {};
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int row = first + i * kWarps;
+      if (row >= rows) break;
+      Four<float>& values = *reinterpret_cast<Four<float>*>(staged + row * kStagedPitch + lane * 4);
+      Four<float> scaled = values;
+      const float weight = row_weight[row];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float with_value = float(reinterpret_cast<const Four<T>&>(other[i]).value[j]);
+        sum[i] = j < left ? fmaf(scaled.value[j], with_value, sum[i]) : sum[i];
+        scaled.value[j] *= weight;
+      }
+      values = scaled;
     }
-    if (combine && to.out) {
-#if __CUDA_ARCH__ >= 900
-      ptx::fence_shared_for_bulk();
-#endif
-      __syncwarp();  // the row's four parts are written
-      if (live) add_row(static_cast<float*>(to.out) + target * to.out_stride + column, values, columns, to.out_vector, quarter);
+    // Each exchange halves both the lanes that share a row's sum and the rows that a lane holds.
+    int own = 0;
+#pragma unroll
+    for (int half = kTogether / 2, step = 16; step > 0; half /= 2, step /= 2) {
+      const bool upper = half && lane & step;
+      own += upper ? half : 0;
+#pragma unroll
+      for (int i = 0; i < max(half, 1); ++i) {
+        const float kept = upper ? sum[i + half] : sum[i], sent = upper ? sum[i] : sum[i + half];
+        sum[i] = kept + __shfl_xor_sync(~0u, sent, step);
+      }
     }
+    const int row = first + own * kWarps;
+    if (lane % (32 / kTogether) == 0 && row < rows) dot[assignment[row]] = sum[0];
   }
-#if __CUDA_ARCH__ >= 900
-  if (combine) ptx::wait_bulk_read();  // the staged rows may be overwritten once every thread is past this
-#endif
+}
+
+// Stores staged rows: row r at out + r * stride (assignment null) or, rows placed by assignment, at out + assignment[r] *
+// stride. accumulate: adds them to what is there.
+template <int kThreads, typename T>
+__device__ __forceinline__ void store_rows(T* out, int64_t stride, bool vector, const float* staged, const int* assignment,
+                                           int rows, int columns, bool accumulate) {
+  const int lane = threadIdx.x % 32, left = columns - lane * 4;
+#pragma unroll 4
+  for (int row = threadIdx.x / 32; row < rows; row += kThreads / 32) {
+    T* to = out + (assignment ? assignment[row] : row) * stride + lane * 4;
+    Four<float> four = load_4(staged + row * kStagedPitch + lane * 4, 4, true);
+    if (accumulate) {
+      const Four<T> old = load_4(to, left, vector);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four.value[i] += float(old.value[i]);
+    }
+    store_4(to, four, left, vector);
+  }
+}
+
+// The same into a matrix whose type is known at run time, from element `first` on.
+template <int kThreads>
+__device__ __forceinline__ void store_rows(void* out, DType type, int64_t first, int64_t stride, bool vector,
+                                           const float* staged, const int* assignment, int rows, int columns,
+                                           bool accumulate = false) {
+  const auto store = [&](auto* to) {
+    store_rows<kThreads>(to + first, stride, vector, staged, assignment, rows, columns, accumulate);
+  };
+  switch (type) {
+    case DType::float32: return store(static_cast<float*>(out));
+    case DType::bfloat16: return store(static_cast<__nv_bfloat16*>(out));
+    case DType::float16: return store(static_cast<__half*>(out));
+  }
 }
 
 }  // namespace moe

@@ -2,8 +2,10 @@
 // output written through one. `Multiply` says how a stage in shared memory becomes accumulators (simt/, mma/).
 //
 // Only eight warps run on an SM, so that every instruction beside the multiplications costs its latency. Hence the loop
-// is unrolled over the stages, which makes all shared-memory addresses constant offsets, and addresses in global memory
-// are held in registers and moved on once a trip.
+// is unrolled over the stages, which makes all shared-memory addresses constant offsets; addresses in global memory are
+// held in registers and moved on once a trip; trips of whole tiles away from the end of K ask no questions; and what the
+// next tile needs is looked up, and its first stage loaded, before this one is written. The SM's two blocks do that at
+// different times: one alone reaches nine tenths of the speed of both.
 #pragma once
 
 #include "config.h"
@@ -13,118 +15,234 @@
 
 namespace moe {
 
+// A tile of the output; rows 0: there are no more.
+struct alignas(16) GemmTile {
+  int expert, row, rows, column;
+};
+
+// What a block knows of tiles while it multiplies. Of the two slots one is the tile in hand, the other the next.
+struct GemmTables {
+  GemmTile tile[2];
+  int row[kTile];  // the next tile's assignments, later their sources
+};
+
+// Looks up a tile and its assignments, by one warp, in steps of which each uses what the one before asked memory for.
+struct GemmLookUp {
+  static constexpr int kSteps = 4, kOwn = kTile / 32;  // rows a lane looks up
+
+  int value[kOwn];  // asked for by the last step
+
+  __device__ __forceinline__ void run(int step, const GemmProblem& p, GemmTables& tables, int slot) {
+    const int lane = threadIdx.x % 32;
+    GemmTile& tile = tables.tile[slot];
+    switch (step) {
+      case 0: {  // which tile
+        if (lane == 0) value[0] = claim_tile(p.schedule);
+        break;
+      }
+      case 1: {  // which rows and columns
+        const int number = __shfl_sync(~0u, value[0], 0);
+        const int column_tiles = (p.N + kTile - 1) / kTile, row_tiles = *p.schedule.tile_count;
+        const bool exists = number < row_tiles * column_tiles;
+        const TilePosition position = tile_position(exists ? number : 0, max(row_tiles, 1), column_tiles);
+        if (lane == 0) tile.column = position.column_tile * kTile;
+        const RowTile rows = exists ? p.schedule.tiles[position.row_tile] : RowTile{-1, 0, 0, 0};
+        value[0] = rows.expert, value[1] = rows.row, value[2] = rows.rows;
+        break;
+      }
+      case 2: {  // which assignments; rows past the last repeat the first one, and their products are never written
+        const int row = value[1], rows = value[2];
+        if (lane == 0) tile.expert = value[0], tile.row = row, tile.rows = rows;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+          const int own = row + (lane + 32 * i < rows ? lane + 32 * i : 0);
+          value[i] = p.map.row_assignment && rows ? p.map.row_assignment[own] : own;
+        }
+        break;
+      }
+      case 3: {
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) tables.row[lane + 32 * i] = value[i];
+        break;
+      }
+    }
+  }
+};
+
 template <typename Multiply, bool kVector>
 __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_constant__ GemmProblem p) {
   using T = typename Multiply::Value;
   constexpr int kThreads = Multiply::kThreads, kTileK = Multiply::kTileK, kStages = Multiply::kStages;
-  constexpr int kParts = Multiply::kParts;
-  constexpr Config kConfig{Op::gemm, sizeof(T) == 4 ? Path::fp32 : Path::mma, kTileK, kStages, kVector};
+  constexpr int kParts = Multiply::kParts, kStagedRows = Multiply::kStagedRows;
+  constexpr Config kConfig{Op::gemm, sizeof(T) == 4 ? Path::fp32 : Path::mma, kTileK, kStages, kStagedRows, kVector};
   constexpr int kStageBytes = kConfig.stage_bytes(), kOperandBytes = kStageBytes / 2;
-  static_assert(kStagedBytes <= kStages * kStageBytes, "half a tile is staged where the stages were");
   constexpr bool kAlongK = Multiply::kMajorB == Major::k;  // a row of W is a column of the output, else a step of k
   using ShareA = Share<T, kTile, kTileK, kThreads>;
   using ShareW = std::conditional_t<kAlongK, ShareA, Share<T, kTileK, kTile, kThreads>>;
+  static_assert(sizeof(GemmTables) == kConfig.table_bytes());
 
-  // Shared memory: the stages (A, then W), later half a tile of results; two words for each row of the tile.
   extern __shared__ __align__(128) unsigned char shared[];
-  float* staged = reinterpret_cast<float*>(shared);
-  int* source_row = reinterpret_cast<int*>(shared + kStages * kStageBytes);
-  float* row_weight = reinterpret_cast<float*>(source_row);  // once the sources have been read
-  int* assignment = source_row + kTile;
-  int* next_tile = reinterpret_cast<int*>(staged + kTile);  // in the padding of a staged row
+  float* staged = reinterpret_cast<float*>(shared + kConfig.staged_at());
+  int* assignment = reinterpret_cast<int*>(shared + kConfig.row_words_at());  // of the staged tile, as its weights are
+  float* row_weight = reinterpret_cast<float*>(assignment + kTile);
+  GemmTables& tables = *reinterpret_cast<GemmTables*>(shared + kConfig.tables_at());
 
-  const int column_tiles = (p.N + kTile - 1) / kTile, row_tiles = *p.schedule.tile_count;
+  const bool looks_up = threadIdx.x < 32;
+  GemmLookUp look_up;
+  if (looks_up) {
+    look_up.value[0] = blockIdx.x;
+    for (int step = 1; step < look_up.kSteps; ++step) look_up.run(step, p, tables, 0);
+  }
+  __syncthreads();
 
-  for (int tile = blockIdx.x; tile < row_tiles * column_tiles; tile = *next_tile) {
-    const TilePosition position = tile_position(tile, row_tiles, column_tiles);
-    const RowTile rows = p.schedule.tiles[position.row_tile];
-    const int column = position.column_tile * kTile, columns = min(kTile, p.N - column);
-    const int k_stages = rows.expert < 0 ? 0 : (p.K + kTileK - 1) / kTileK;
+  // This thread's chunks: every row of A has an address of its own, those of W lie w_row_bytes apart.
+  const char* a_from[ShareA::kRows];
+  const char* w_from;
+  const uint32_t a_to = ptx::shared_address(shared) + ShareA::offset();
+  const uint32_t w_to = ptx::shared_address(shared) + kOperandBytes + ShareW::offset();
+  const int stages = (p.K + kTileK - 1) / kTileK;
+  // The last trips look up the next tile, and not the first: a block that is slow must not claim what others could take.
+  const int looking = max((stages + kStages - 1) / kStages - look_up.kSteps, 0) * kStages;
+  int stage;
+  const auto columns_of = [&](int slot) { return min(kTile, p.N - tables.tile[slot].column); };
 
-    // Rows past the tile's last read its first one again: their products are never written.
-    static_assert(kThreads == kTile, "a thread looks after a row");
-    const int row = rows.row + (int(threadIdx.x) < rows.rows ? int(threadIdx.x) : 0);
-    const int own_assignment = p.map.row_assignment ? p.map.row_assignment[row] : row;
-    assignment[threadIdx.x] = own_assignment;
-    source_row[threadIdx.x] = p.a.gather ? own_assignment / p.map.top_k : row;
+  static_assert(kThreads == kTile, "a thread looks after a row");
+  int own_assignment;
+
+  // Turns to the tile in `slot`; all threads together, for the assignments are replaced by the rows' sources.
+  const auto aim = [&](int slot) {
+    const GemmTile& tile = tables.tile[slot];
+    const unsigned thread = ptx::keep(threadIdx.x);  // what follows from it is not held in registers from tile to tile
+    own_assignment = tables.row[thread];
+    tables.row[thread] = p.a.gather ? own_assignment / p.map.top_k : tile.row + (int(thread) < tile.rows ? int(thread) : 0);
     __syncthreads();
-
-    // This thread's chunks: every row of A has an address of its own, those of W lie w_row_bytes apart. Columns past the
-    // last read it again, for they are not written either.
-    const char* a_from[ShareA::kRows];
+    const char* data = p.a.data + ShareA::chunk(thread) * 16;
 #pragma unroll
     for (int i = 0; i < ShareA::kRows; ++i) {
-      const int source = source_row[ShareA::first() + i * ShareA::kStride];
-      a_from[i] = row_address(p.a.data, source, p.a.row_bytes) + ShareA::chunk() * 16;
+      a_from[i] = row_address(data, tables.row[ShareA::first(thread) + i * ShareA::kStride], p.a.row_bytes);
     }
-    const char* w_from = p.w + max(rows.expert, 0) * p.w_expert_bytes + ShareW::chunk() * 16;
-    if constexpr (!kAlongK) w_from += int64_t(column) * sizeof(T) + uint64_t(ShareW::first()) * p.w_row_bytes;
-    const uint32_t a_to = ptx::shared_address(shared) + ShareA::offset();
-    const uint32_t w_to = ptx::shared_address(shared) + kOperandBytes + ShareW::offset();
-    int stage = 0;
-
-    // Part of kParts of stage `stage` + ahead. Past the last stage this writes zeros that nobody reads.
-    const auto load = [&](auto ahead, int part, int parts) {
-      const int slot = ahead % kStages * kStageBytes, k = ahead * kTileK;
-      const int k_left = (stage < k_stages ? p.K : 0) - (stage * kTileK + k);
-      const int k_valid = ShareA::valid(k_left);
+    w_from = p.w + max(tile.expert, 0) * p.w_expert_bytes + ShareW::chunk(thread) * 16;
+    w_from = kAlongK ? row_address(w_from, tile.column + ShareW::first(thread), p.w_row_bytes)
+                     : row_address(w_from + int64_t(tile.column) * sizeof(T), ShareW::first(thread), p.w_row_bytes);
+    stage = 0;
+  };
+  // Part of `parts` of stage `stage` + ahead. kInside: the tile is as wide as any and the stage not the last one; else
+  // columns past the last read it again, for they are not written, and there are zeros past the last k.
+  const auto load = [&](auto inside, int tile, auto ahead, int part, int parts) {
+    constexpr bool kInside = inside != 0;
+    const int columns = kInside ? kTile : columns_of(tile);
+    const int slot = ahead % kStages * kStageBytes, k = ahead * kTileK;
+    const int k_left = kInside ? kTileK : p.K - (stage * kTileK + k);
+    const int k_valid = kInside ? ShareA::kValues : ShareA::valid(k_left);
+    const uint32_t w_row_bytes = ptx::keep(p.w_row_bytes);  // no address of W is kept for the next stage
 #pragma unroll
-      for (int i = part * ShareA::kRows / parts; i < (part + 1) * ShareA::kRows / parts; ++i) {
-        load_chunk<ShareA, kVector>(a_to + slot, i, a_from[i] + k * sizeof(T), k_valid);
-      }
+    for (int i = part * ShareA::kRows / parts; i < (part + 1) * ShareA::kRows / parts; ++i) {
+      load_chunk<ShareA, kVector>(a_to + slot, i, a_from[i] + k * sizeof(T), k_valid);
+    }
 #pragma unroll
-      for (int i = part * ShareW::kRows / parts; i < (part + 1) * ShareW::kRows / parts; ++i) {
+    for (int i = part * ShareW::kRows / parts; i < (part + 1) * ShareW::kRows / parts; ++i) {
+      if constexpr (kAlongK) {
+        const int n = i * ShareW::kStride;
+        const char* from = kInside ? row_address(w_from, n, w_row_bytes)
+                                   : w_from + min(n, columns - 1 - ShareW::first()) * int64_t(w_row_bytes);
+        load_chunk<ShareW, kVector>(w_to + slot, i, from + k * sizeof(T), k_valid);
+      } else {
         const int w_row = i * ShareW::kStride;
-        if constexpr (kAlongK) {
-          const int n = min(column + ShareW::first() + w_row, p.N - 1);
-          load_chunk<ShareW, kVector>(w_to + slot, i, row_address(w_from, n, p.w_row_bytes) + k * sizeof(T), k_valid);
-        } else {
-          load_chunk<ShareW, kVector>(w_to + slot, i, w_from + uint64_t(k + w_row) * p.w_row_bytes,
-                                      ShareW::first() + w_row < k_left ? ShareW::valid(columns) : 0);
-        }
+        const int n_valid = kInside ? ShareW::kValues : ShareW::valid(columns);
+        load_chunk<ShareW, kVector>(w_to + slot, i, row_address(w_from, k + w_row, w_row_bytes),
+                                    ShareW::first() + w_row < k_left ? n_valid : 0);
       }
-    };
-    const auto advance = [] {
-      ptx::commit_copies();
-      ptx::wait_copies<kStages - 2>();
-      __syncthreads();  // the next stage has landed for everyone, and everyone is done with this one
-    };
+    }
+  };
+  const auto fill = [&](int slot, auto s) {
+    if (s < stages && tables.tile[slot].expert >= 0) load(Constant<0>{}, slot, s, 0, 1);
+    ptx::commit_copies();
+  };
+  const auto advance = [] {
+    ptx::wait_copies<kStages - 2>();
+    __syncthreads();  // the next stage has landed for everyone, and everyone is done with this one
+  };
 
-    unrolled<kStages - 1>([&](auto ahead) {
-      load(ahead, 0, 1);
-      if (ahead < kStages - 2) ptx::commit_copies();
+  aim(0);
+  fill(0, Constant<0>{});
+  for (int slot = 0; tables.tile[slot].rows > 0; slot ^= 1) {
+    unrolled<kStages - 1>([&](auto s) {
+      if (s > 0) fill(slot, s);
       return true;
     });
     advance();
-    Multiply multiply(shared, shared + kOperandBytes, rows.rows, columns);
-    if (k_stages) multiply.template begin<false>(nullptr);
-    for (; stage < k_stages; stage += kStages) {
+
+    Multiply multiply(shared, shared + kOperandBytes, tables.tile[slot].rows, columns_of(slot));
+    const bool live = tables.tile[slot].expert >= 0;
+    auto scale = multiply.template begin<false>(nullptr);
+    const auto trip = [&](auto inside) {
+      constexpr bool kInside = inside != 0;
+      if (looks_up && stage >= looking) look_up.run((stage - looking) / kStages, p, tables, slot ^ 1);
       unrolled<kStages>([&](auto s) {
-        constexpr int kNext = (s + 1) % kStages;
         constexpr Constant<s + kStages - 1> kAhead;
-        const auto refill = [&](int part) { load(kAhead, part, kParts); };
-        multiply.template stage<false>(s * kStageBytes, kNext * kStageBytes, nullptr, nullptr, refill, advance);
-        return stage + s + 1 < k_stages;
+        const bool more = kInside || stage + kAhead < stages;
+        const auto refill = [&](int part) {
+          if (more) load(inside, slot, kAhead, part, kParts);
+          if (part == kParts - 1) ptx::commit_copies();
+        };
+        multiply.template stage<kInside>(s * kStageBytes, (s + 1) % kStages * kStageBytes, scale, nullptr, nullptr, refill,
+                                         advance);
+        return kInside || stage + s + 1 < stages;
       });
 #pragma unroll
       for (int i = 0; i < ShareA::kRows; ++i) a_from[i] += kStages * kTileK * sizeof(T);
       w_from += kAlongK ? kStages * kTileK * sizeof(T) : uint64_t(kStages * kTileK) * p.w_row_bytes;
+      stage += kStages;
+    };
+    const bool whole = tables.tile[slot].rows > kTile / 2 && columns_of(slot) == kTile;  // every warp has work
+    while (kVector && Multiply::kTwoLoops && live && whole && stage + 2 * kStages - 1 < stages) trip(Constant<1>{});
+    while (live && stage < stages) trip(Constant<0>{});
+    if (looks_up) {
+      for (int step = max(stage - looking, 0) / kStages; step < look_up.kSteps; ++step) look_up.run(step, p, tables, slot ^ 1);
     }
-    ptx::wait_copies<0>();
-    // Both arrive while the first half of the tile is staged.
-    const float own_weight = p.epilogue.row_weight && rows.expert >= 0 ? p.epilogue.row_weight[assignment[threadIdx.x]] : 1.f;
-    const int claimed = threadIdx.x == 0 ? claim_tile(p.schedule) : 0;
+    const float own_weight = p.epilogue.row_weight && live ? p.epilogue.row_weight[own_assignment] : 1.f;
+    __syncthreads();  // the stages have been read, the next tile is known
 
-    for (int half = 0; half < 2; ++half) {
-      const int first = half * kStagedRows;
-      __syncthreads();  // the stages, or the half before, are no longer read
-      multiply.write_half(staged, half);
-      if (half == 0) row_weight[threadIdx.x] = own_weight;
-      __syncthreads();
-      write_rows<T, kThreads>(p.epilogue, staged, assignment + first, row_weight + first, rows.expert, rows.row + first,
-                              min(kStagedRows, rows.rows - first), column, columns, p.S, p.map.top_k);
+    const GemmTile tile = tables.tile[slot];
+    const int columns = columns_of(slot);
+    const unsigned own = ptx::keep(threadIdx.x);  // not held meanwhile either
+    assignment[own] = own_assignment;
+    row_weight[own] = own_weight;
+    aim(slot ^ 1);
+    fill(slot ^ 1, Constant<0>{});
+
+    const Epilogue& to = p.epilogue;
+    const bool combine = to.destination == Destination::token, by_row = to.destination == Destination::row;
+    const bool dot = to.dot_with && tile.expert >= 0;
+    if (to.bias && tile.expert >= 0) {
+      add_bias(multiply, static_cast<const T*>(to.bias) + tile.expert * to.bias_stride + tile.column, columns);
     }
-    if (threadIdx.x == 0) *next_tile = claimed;
+    if (to.row_weight && !dot) scale_rows(multiply, row_weight);
+    // Where all rows are staged at once, the sums are not needed from then on, and the compiler must see it.
+    for (int first = 0; kStagedRows == kTile ? first == 0 : first < tile.rows; first += kStagedRows) {
+      const int rows = min(kStagedRows, tile.rows - first);
+      if (first) __syncthreads();  // the rows before are no longer read
+      stage_rows<kStagedRows>(multiply, staged, first);
+      if (combine) before_bulk_add();
+      __syncthreads();
+      if (dot) {
+        const T* with = static_cast<const T*>(to.dot_with) + tile.column;
+        if (by_row) with += (tile.row + first) * to.dot_with_stride;
+        dot_rows<T, kStagedRows, kThreads>(with, to.dot_with_stride, by_row, to.dot_vector,
+                                           to.dot + int64_t(tile.column / kTile) * p.S, staged, assignment + first,
+                                           row_weight + first, rows, columns, p.map.top_k);
+        if (combine) before_bulk_add();
+        __syncthreads();
+      }
+      if (combine && to.out) {
+        add_rows<kThreads>(static_cast<float*>(to.out) + tile.column, to.out_stride, to.out_vector, staged,
+                           assignment + first, rows, columns, p.map.top_k);
+      } else if (!combine) {
+        const int64_t start = by_row ? (tile.row + first) * to.out_stride : 0;
+        store_rows<kThreads>(to.out, to.out_type, start + tile.column, to.out_stride, to.out_vector, staged,
+                             by_row ? nullptr : assignment + first, rows, columns);
+      }
+    }
     __syncthreads();
   }
 }

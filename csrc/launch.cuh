@@ -18,6 +18,7 @@ cudaError_t start(void (*kernel)(Problem), int threads, const Config& config, co
                   cudaStream_t stream) {
   const int64_t resident = int64_t(sms) * config.blocks_per_sm, wanted = max_tiles(problem);
   if (wanted == 0) return cudaSuccess;
+  if (wanted >= (int64_t(1) << 31) - (1 << 20)) return cudaErrorInvalidConfiguration;  // tiles are counted in 32 bits
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes());
   if (error != cudaSuccess) return error;

@@ -7,12 +7,11 @@
 
 namespace moe {
 
-// Where chunk `chunk` of row `row` stands within its row of `kRowBytes`.
-template <int kRowBytes>
+// Where chunk `chunk` of row `row` of values T stands within its row of `kRowBytes`.
+template <typename T, int kRowBytes>
 __device__ __forceinline__ constexpr int swizzle(int row, int chunk) {
-  static_assert(kRowBytes == 64 || kRowBytes == 128 || kRowBytes == 256 || kRowBytes == 512);
   if constexpr (kRowBytes == 64) return chunk ^ ((row >> 1) & 3);
-  if constexpr (kRowBytes == 512) return chunk;  // float32 is read along such rows, which meets every bank evenly
+  if constexpr (sizeof(T) == 4) return chunk;  // float32 is read along such rows, which meets every bank evenly
   return chunk ^ (row & 7);
 }
 
@@ -27,13 +26,13 @@ template <typename T, int kTileRows, int kWidth, int kThreads>
 struct Share {
   static constexpr int kRowBytes = kWidth * sizeof(T), kValues = 16 / sizeof(T), kChunks = kRowBytes / 16;
   static constexpr int kStride = kThreads / kChunks, kRows = kTileRows / kStride;
-  static_assert(kStride % 8 == 0 || kRowBytes == 512, "the swizzle repeats every eight rows");
+  static_assert(kStride % 8 == 0 || sizeof(T) == 4, "the swizzle repeats every eight rows");
 
-  static __device__ __forceinline__ int chunk() { return threadIdx.x % kChunks; }
-  static __device__ __forceinline__ int first() { return threadIdx.x / kChunks; }
+  static __device__ __forceinline__ int chunk(unsigned thread = threadIdx.x) { return thread % kChunks; }
+  static __device__ __forceinline__ int first(unsigned thread = threadIdx.x) { return thread / kChunks; }
   // Of this thread's first chunk, from the start of the tile.
   static __device__ __forceinline__ uint32_t offset() {
-    return first() * kRowBytes + swizzle<kRowBytes>(first(), chunk()) * 16;
+    return first() * kRowBytes + swizzle<T, kRowBytes>(first(), chunk()) * 16;
   }
   // How many of the chunk's values lie within the first `width` of the row.
   static __device__ __forceinline__ int valid(int width) { return min(max(width - chunk() * kValues, 0), kValues); }

@@ -136,16 +136,13 @@ Tiles schedule(const Tensor& offs, int S, int E, int tile_rows, bool cover_rest,
 }
 
 template <typename Problem>
-void run(const Config& config, DType type, const Problem& problem, int64_t tile_count, const Launch& launch) {
-  check(tile_count < (int64_t(1) << 31) - (1 << 20), "too many output tiles");
+void run(const Config& config, DType type, const Problem& problem, const Launch& launch) {
   switch (type) {
     case DType::float32: return check(simt::launch(config, problem, launch.sms, launch.stream));
     case DType::bfloat16: return check(mma::launch_bfloat16(config, problem, launch.sms, launch.stream));
     case DType::float16: return check(mma::launch_float16(config, problem, launch.sms, launch.stream));
   }
 }
-
-int64_t tile_columns(int64_t extent) { return (extent + kTile - 1) / kTile; }
 
 void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const MaybeTensor& row_assignment, int64_t top_k,
                      bool gather, const MaybeTensor& bias, const MaybeTensor& row_weight, const MaybeTensor& dot_with,
@@ -190,7 +187,7 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
     check(dot_with->dim() == 2 && dot_with->size(0) == (destination == Destination::row ? S : S / p.map.top_k) &&
               dot_with->size(1) == p.N && dtype(*dot_with) == dtype(a),
           "dot_with must have a row for each row of the result, in the type of a");
-    check(dot->numel() == tile_columns(p.N) * S && dot->scalar_type() == ScalarType::Float,
+    check(dot->numel() == (p.N + kTile - 1) / kTile * S && dot->scalar_type() == ScalarType::Float,
           "dot must be float32 [ceil(N / 128), S]");
     e.dot_with = dot_with->data_ptr();
     e.dot_with_stride = row_stride(*dot_with);
@@ -202,7 +199,7 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
   const Config& config = choose(Op::gemm, dtype(a), chunked(a, 1) && chunked(w, p.w_major == Major::k ? 2 : 1), launch);
   const Tiles tiles = schedule(offs, p.S, p.E, kTile, destination != Destination::token, launch.stream);
   p.schedule = tiles.schedule;
-  run(config, dtype(a), p, max_row_tiles(S, p.E, kTile) * tile_columns(p.N), launch);
+  run(config, dtype(a), p, launch);
 }
 
 void gemm(const Tensor& a, const Tensor& w, const Tensor& offs, const MaybeTensor& row_assignment, int64_t top_k,
@@ -250,7 +247,7 @@ void weight_grad(const Tensor& x, const Tensor& dy, const Tensor& offs, const Ma
   const Config& config = choose(Op::weight_grad, dtype(x), chunked(x, 1) && chunked(dy, 1), launch);
   const Tiles tiles = schedule(offs, p.S, p.E, 0, false, launch.stream);
   p.schedule = tiles.schedule;
-  run(config, dtype(x), p, p.E * tile_columns(p.M) * tile_columns(p.N), launch);
+  run(config, dtype(x), p, launch);
 }
 
 void sum_rows(const Tensor& from, int64_t top_k, const Tensor& out) {

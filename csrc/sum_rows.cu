@@ -8,18 +8,18 @@ namespace {
 constexpr int kThreads = 256;
 
 __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ SumRowsProblem p) {
-  const int64_t words = (p.N + 7) / 8;  // of eight columns
+  const int64_t words = (p.N + 3) / 4;  // of four columns
   for (int64_t i = blockIdx.x * int64_t(kThreads) + threadIdx.x; i < p.T * words; i += int64_t(gridDim.x) * kThreads) {
-    const int64_t token = i / words, column = i % words * 8;
-    const int valid = int(min(p.N - column, int64_t(8)));
-    Eight<float> sum = {};
+    const int64_t token = i / words, column = i % words * 4;
+    const int valid = int(min(p.N - column, int64_t(4)));
+    Four<float> sum = {};
     for (int j = 0; j < p.top_k; ++j) {
       const int64_t row = token * p.top_k + j;
-      const Eight<float> value = load_8(p.rows, p.rows_type, row * p.rows_stride + column, valid, p.vector);
+      const Four<float> value = load_4(p.rows, p.rows_type, row * p.rows_stride + column, valid, p.vector);
 #pragma unroll
-      for (int k = 0; k < 8; ++k) sum.value[k] += value.value[k];
+      for (int k = 0; k < 4; ++k) sum.value[k] += value.value[k];
     }
-    store_8(p.out, p.out_type, token * p.out_stride + column, sum, valid, p.vector);
+    store_4(p.out, p.out_type, token * p.out_stride + column, sum, valid, p.vector);
   }
 }
 

@@ -1,5 +1,5 @@
 // The weight gradient: out[expert] (+)= sum over the expert's rows of weight * a_row^T * b_row. The ragged dimension is
-// the one summed, so the rows of both operands are looked up stage by stage. The loop is unrolled as in gemm.cuh.
+// the one summed, so the rows of both operands are looked up stage by stage, ahead of their loads. The loop is as in gemm.cuh.
 #pragma once
 
 #include "config.h"
@@ -9,159 +9,217 @@
 
 namespace moe {
 
+// A tile of the output and the rows it sums; expert past the last one: there are no more.
+struct WeightGradTile {
+  int expert, m, n, begin, end;
+};
+
+template <int kStages, int kTileK>
+struct WeightGradTables {
+  WeightGradTile tile[2];  // the one being multiplied, and the next
+  int unused[2];
+  int source[kStages][kTileK];                                    // of the rows of a stage, by its slot
+  alignas(16) unsigned char weight[kStages + 1][kTileK * 4];  // the same, by stage (Multiply::store_weight)
+};
+
+// Looks up the next tile, by one thread, in steps of which each uses what the one before asked memory for.
+struct WeightGradLookUp {
+  static constexpr int kSteps = 3;
+
+  int value[2];
+
+  __device__ __forceinline__ void run(int step, const WeightGradProblem& p, WeightGradTile& tile) {
+    const int m_tiles = (p.M + kTile - 1) / kTile, n_tiles = (p.N + kTile - 1) / kTile;
+    switch (step) {
+      case 0: value[0] = claim_tile(p.schedule); break;
+      case 1: {
+        const int expert = value[0] / (m_tiles * n_tiles);
+        const TilePosition position = tile_position(value[0] % (m_tiles * n_tiles), n_tiles, m_tiles);
+        tile.expert = expert, tile.m = position.column_tile * kTile, tile.n = position.row_tile * kTile;
+        if (expert < p.E) value[0] = p.schedule.bounds[expert], value[1] = p.schedule.bounds[expert + 1];
+        break;
+      }
+      case 2: tile.begin = value[0], tile.end = value[1]; break;
+    }
+  }
+};
+
 template <typename Multiply, bool kVector>
 __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __grid_constant__ WeightGradProblem p) {
   using T = typename Multiply::Value;
   constexpr int kThreads = Multiply::kThreads, kTileK = Multiply::kTileK, kStages = Multiply::kStages;
-  constexpr int kParts = Multiply::kParts;
-  constexpr Config kConfig{Op::weight_grad, sizeof(T) == 4 ? Path::fp32 : Path::mma, kTileK, kStages, kVector};
+  constexpr int kParts = Multiply::kParts, kStagedRows = Multiply::kStagedRows;
+  constexpr Config kConfig{Op::weight_grad, sizeof(T) == 4 ? Path::fp32 : Path::mma, kTileK, kStages, kStagedRows, kVector};
   constexpr int kStageBytes = kConfig.stage_bytes(), kOperandBytes = kStageBytes / 2;
-  static_assert(kStagedBytes <= kStages * kStageBytes, "half a tile is staged where the stages were");
-  static_assert(kTileK <= kThreads, "a thread looks after a row of each stage");
   using Operand = Share<T, kTileK, kTile, kThreads>;
+  static_assert(kTileK <= kThreads, "a thread looks after a row of each stage");
+  using Tables = WeightGradTables<kStages, kTileK>;
+  static_assert(sizeof(Tables) == kConfig.table_bytes());
 
-  // Shared memory: the stages (A, then B), later half a tile of results; for each stage, the token and the routing weight
-  // of each row. A thread's rows of `token` lie side by side.
   extern __shared__ __align__(128) unsigned char shared[];
-  float* staged = reinterpret_cast<float*>(shared);
-  int* token = reinterpret_cast<int*>(shared + kStages * kStageBytes);
-  unsigned char* weight = reinterpret_cast<unsigned char*>(token + kStages * kTileK);
-  int* next_tile = reinterpret_cast<int*>(staged + kTile);  // in the padding of a staged row
-  constexpr int kWeightBytes = kTileK * 4;
+  float* staged = reinterpret_cast<float*>(shared + kConfig.staged_at());
+  Tables& tables = *reinterpret_cast<Tables*>(shared + kConfig.tables_at());
 
-  const int m_tiles = (p.M + kTile - 1) / kTile, n_tiles = (p.N + kTile - 1) / kTile;
-  const int expert_tiles = m_tiles * n_tiles;
+  WeightGradLookUp look_up;
+  if (threadIdx.x == 0) {
+    look_up.value[0] = blockIdx.x;
+    for (int step = 1; step < look_up.kSteps; ++step) look_up.run(step, p, tables.tile[0]);
+  }
+  __syncthreads();
 
-  for (int tile = blockIdx.x; tile < p.E * expert_tiles; tile = *next_tile) {
-    const int expert = tile / expert_tiles;
-    const TilePosition position = tile_position(tile % expert_tiles, n_tiles, m_tiles);
-    const int m = position.column_tile * kTile, n = position.row_tile * kTile;
-    const int m_left = min(kTile, p.M - m), n_left = min(kTile, p.N - n);
-    const int begin = p.schedule.bounds[expert], end = p.schedule.bounds[expert + 1];
-    const int k_stages = (end - begin + kTileK - 1) / kTileK;
+  int slot = 0;  // of tables.tile
+  int stages, stage;
+  int first_row;  // of this thread's rows of stage `stage`
 
-    // Thread i < kTileK looks after row i of every stage: it finds the row's assignment and from it the token and the
-    // weight, in time for them to arrive before they are published.
-    const auto look_up = [&](int stage) {
-      const int row = begin + stage * kTileK + int(threadIdx.x);
-      if (threadIdx.x >= kTileK || row >= end) return -1;
-      return p.map.row_assignment ? p.map.row_assignment[row] : row;
-    };
-    const auto weight_of = [&](int assignment) {
-      return p.row_weight && assignment >= 0 ? p.row_weight[assignment] : 0.f;
-    };
-    const auto publish_token = [&](int slot, int assignment) {
-      if (threadIdx.x >= kTileK) return;
-      token[slot * kTileK + threadIdx.x % Operand::kStride * Operand::kRows + threadIdx.x / Operand::kStride] =
-          assignment / p.map.top_k;
-    };
-    const auto publish_weight = [&](int slot, float value) {
-      if (p.row_weight && threadIdx.x < kTileK) Multiply::store_weight(weight + slot * kWeightBytes, threadIdx.x, value);
-    };
+  // Thread i < kTileK looks after row i of every stage: it finds the assignment, and from it the source and the weight, in
+  // time for both to arrive before they are published; -1 and 0 past the last row.
+  const bool looks = threadIdx.x < kTileK;
+  const auto look = [&](int of_stage) {
+    const WeightGradTile& tile = tables.tile[slot];
+    const int row = tile.begin + of_stage * kTileK + int(threadIdx.x);
+    if (!looks || row >= tile.end) return -1;
+    return p.map.row_assignment ? p.map.row_assignment[row] : row;
+  };
+  const auto weigh = [&](int assignment) { return p.row_weight && assignment >= 0 ? p.row_weight[assignment] : 0.f; };
+  const auto weights = [&](int of_stage) { return tables.weight[of_stage % (kStages + 1)]; };
+  const auto publish = [&](int of_slot, int of_stage, int assignment, float weight) {
+    if (!looks) return;
+    const unsigned row = ptx::keep(threadIdx.x);  // what follows from it is not held in registers
+    // A thread's rows of a stage lie side by side.
+    tables.source[of_slot][row % Operand::kStride * Operand::kRows + row / Operand::kStride] = assignment / p.map.top_k;
+    if (p.row_weight) Multiply::store_weight(weights(of_stage), row, weight);
+  };
 
-    __syncthreads();  // the next tile's number has been read by everyone
-    int own[kStages];
+  const char *a_own, *b_own;
+  const uint32_t to = ptx::shared_address(shared) + Operand::offset();
+  const auto aim = [&] {
+    const WeightGradTile& tile = tables.tile[slot];
+    const int chunk = Operand::chunk(ptx::keep(threadIdx.x));  // not held in a register from tile to tile
+    a_own = ptx::keep(p.a.data + int64_t(tile.m) * sizeof(T) + chunk * 16);
+    b_own = ptx::keep(p.b.data + int64_t(tile.n) * sizeof(T) + chunk * 16);
+    stages = (tile.end - tile.begin + kTileK - 1) / kTileK;
+    stage = 0;
+    first_row = tile.begin + Operand::first();
+  };
+  int source[Operand::kRows];
+  const auto find = [&](int of_slot) {
 #pragma unroll
-    for (int s = 0; s < kStages; ++s) own[s] = look_up(s);
+    for (int i = 0; i < Operand::kRows; ++i) source[i] = tables.source[of_slot][Operand::first() * Operand::kRows + i];
+  };
+  // Part of `parts` of stage `stage` + ahead, whose sources have been found. kInside: the tile is as large as any, and the
+  // stage not the last one.
+  const auto load = [&](auto inside, auto ahead, int part, int parts) {
+    constexpr bool kInside = inside != 0;
+    constexpr int kSlot = ahead % kStages * kStageBytes;
+    const WeightGradTile& tile = tables.tile[slot];
+    const int a_valid = kInside ? Operand::kValues : Operand::valid(p.M - tile.m);
+    const int b_valid = kInside ? Operand::kValues : Operand::valid(p.N - tile.n);
 #pragma unroll
-    for (int s = 0; s < kStages; ++s) publish_token(s, own[s]);
-#pragma unroll
-    for (int s = 0; s < kStages - 1; ++s) publish_weight(s, weight_of(own[s]));
-    int next = own[kStages - 1];  // whose weight is still to be published
-    __syncthreads();
+    for (int i = part * Operand::kRows / parts; i < (part + 1) * Operand::kRows / parts; ++i) {
+      const int own_row = first_row + ahead * kTileK + i * Operand::kStride;
+      const bool live = kInside || own_row < tile.end;
+      load_chunk<Operand, kVector>(to + kSlot, i,
+                                   row_address(a_own, p.a.gather ? source[i] : own_row, p.a.row_bytes), live ? a_valid : 0);
+      load_chunk<Operand, kVector>(to + kSlot + kOperandBytes, i,
+                                   row_address(b_own, p.b.gather ? source[i] : own_row, p.b.row_bytes), live ? b_valid : 0);
+    }
+  };
+  const auto fill = [&](auto s) {
+    if (s < stages) {
+      find(s);
+      load(Constant<0>{}, s, 0, 1);
+    }
+    ptx::commit_copies();
+  };
+  const auto advance = [] {
+    ptx::wait_copies<kStages - 2>();
+    __syncthreads();  // the next stage has landed for everyone, and everyone is done with this one
+  };
 
-    const char* a_own = ptx::keep(p.a.data + int64_t(m) * sizeof(T) + Operand::chunk() * 16);
-    const char* b_own = ptx::keep(p.b.data + int64_t(n) * sizeof(T) + Operand::chunk() * 16);
-    const int a_valid = Operand::valid(m_left), b_valid = Operand::valid(n_left);
-    const uint32_t to = ptx::shared_address(shared) + Operand::offset();
-    int stage = 0;
-
-    // Part of kParts of stage `stage` + ahead, in two steps: which tokens its rows are, and their loads. Past the last
-    // stage this writes zeros that nobody reads.
-    int tokens[Operand::kRows];
-    const auto find = [&](auto ahead, int part, int parts) {
+  int first[kStages], own;  // assignments of the first stages' rows, and of the next stage's to be published
+  const auto look_first = [&] {
 #pragma unroll
-      for (int i = part * Operand::kRows / parts; i < (part + 1) * Operand::kRows / parts; ++i) {
-        tokens[i] = token[ahead % kStages * kTileK + Operand::first() * Operand::kRows + i];
-      }
-    };
-    const auto load = [&](auto ahead, int part, int parts) {
-      constexpr int kSlot = ahead % kStages;
-      const int row = begin + (stage + ahead) * kTileK + Operand::first();
+    for (int s = 0; s < kStages; ++s) first[s] = look(s);
+  };
+  const auto publish_first = [&] {
+    float weight[kStages];
 #pragma unroll
-      for (int i = part * Operand::kRows / parts; i < (part + 1) * Operand::kRows / parts; ++i) {
-        const int own_row = row + i * Operand::kStride;
-        const bool live = i * Operand::kStride < end - row;
-        load_chunk<Operand, kVector>(to + kSlot * kStageBytes, i,
-                                     row_address(a_own, p.a.gather ? tokens[i] : own_row, p.a.row_bytes), live ? a_valid : 0);
-        load_chunk<Operand, kVector>(to + kSlot * kStageBytes + kOperandBytes, i,
-                                     row_address(b_own, p.b.gather ? tokens[i] : own_row, p.b.row_bytes), live ? b_valid : 0);
-      }
-    };
-    const auto advance = [] {
-      ptx::commit_copies();
-      ptx::wait_copies<kStages - 2>();
-      __syncthreads();  // the next stage has landed for everyone, and everyone is done with this one
-    };
+    for (int s = 0; s < kStages; ++s) weight[s] = weigh(first[s]);
+#pragma unroll
+    for (int s = 0; s < kStages; ++s) publish(s, s, first[s], weight[s]);
+  };
+  aim();
+  look_first();
+  publish_first();
+  __syncthreads();
+  if (tables.tile[0].expert < p.E) fill(Constant<0>{});
 
-    unrolled<kStages - 1>([&](auto ahead) {
-      find(ahead, 0, 1);
-      load(ahead, 0, 1);
-      if (ahead < kStages - 2) ptx::commit_copies();
+  while (tables.tile[slot].expert < p.E) {
+    own = look(kStages);
+    unrolled<kStages - 1>([&](auto s) {
+      if (s > 0) fill(s);
       return true;
     });
     advance();
-    Multiply multiply(shared, shared + kOperandBytes, m_left, n_left);
+
+    Multiply multiply(shared, shared + kOperandBytes, p.M - tables.tile[slot].m, p.N - tables.tile[slot].n);
     const auto run = [&](auto weighted) {
-      constexpr bool kWeighted = weighted != 0;
-      if (k_stages) multiply.template begin<kWeighted>(weight);
-      for (; stage < k_stages; stage += kStages) {
+      auto scale = multiply.template begin<weighted != 0>(weights(0));
+      int trip = 0;
+      const int looking = max((stages + kStages - 1) / kStages - look_up.kSteps, 0);  // from this trip on, as in gemm.cuh
+      const auto take = [&](auto inside) {
+        constexpr bool kInside = inside != 0;
+        if (threadIdx.x == 0 && trip >= looking) look_up.run(trip - looking, p, tables.tile[slot ^ 1]);
         unrolled<kStages>([&](auto s) {
-          constexpr int kNext = (s + 1) % kStages, kLoaded = (s + kStages - 1) % kStages;
+          constexpr int kNext = (s + 1) % kStages, kFirst = kParts > 1;
           constexpr Constant<s + kStages - 1> kAhead;
-          float next_weight;
+          const bool more = kInside || stage + kAhead < stages;
           int after;
+          float weight;
           const auto refill = [&](int part) {
-            if (part == 0) find(kAhead, 0, kParts);
-            load(kAhead, part, kParts);
-            if (part + 1 < kParts) find(kAhead, part + 1, kParts);  // arrives while this part's step is multiplied
-            if (part == 0) next_weight = weight_of(next), after = look_up(stage + s + kStages);
+            if (part == 0 && more) find(kAhead % kStages);
+            if (part >= kFirst && more) load(inside, kAhead, part - kFirst, kParts - kFirst);
+            if (part == kParts - 1) ptx::commit_copies();
+            if (part == 0) weight = weigh(own), after = look(stage + s + kStages + 1);
           };
           const auto publish_and_advance = [&] {
-            publish_weight(kLoaded, next_weight);
-            publish_token(s, after);
-            next = after;
+            publish(s, stage + s + kStages, own, weight);
+            own = after;
             advance();
           };
-          multiply.template stage<kWeighted>(s * kStageBytes, kNext * kStageBytes, weight + s * kWeightBytes,
-                                            weight + kNext * kWeightBytes, refill, publish_and_advance);
-          return stage + s + 1 < k_stages;
+          multiply.template stage<kInside>(s * kStageBytes, kNext * kStageBytes, scale, weights(stage + s),
+                                           weights(stage + s + 1), refill, publish_and_advance);
+          return kInside || stage + s + 1 < stages;
         });
+        stage += kStages, ++trip, first_row += kStages * kTileK;
+      };
+      const bool whole = tables.tile[slot].m + kTile <= p.M && tables.tile[slot].n + kTile <= p.N;
+      while (kVector && Multiply::kTwoLoops && whole && stage + 2 * kStages - 1 < stages) take(Constant<1>{});
+      while (stage < stages) take(Constant<0>{});
+      if (threadIdx.x == 0) {
+        for (int step = trip - looking; step < look_up.kSteps; ++step) look_up.run(step, p, tables.tile[slot ^ 1]);
       }
     };
     p.row_weight ? run(Constant<1>{}) : run(Constant<0>{});
-    ptx::wait_copies<0>();
-    const int claimed = threadIdx.x == 0 ? claim_tile(p.schedule) : 0;  // arrives while the tile is written
+    __syncthreads();  // the stages have been read, the next tile is known
 
-    for (int half = 0; half < 2; ++half) {
-      const int first = half * kStagedRows;
-      __syncthreads();  // the stages, or the half before, are no longer read
-      multiply.write_half(staged, half);
+    const WeightGradTile tile = tables.tile[slot];
+    const int64_t start = tile.expert * p.out_expert_stride + tile.m * p.out_stride + tile.n;
+    const int m_left = min(kTile, p.M - tile.m), n_left = min(kTile, p.N - tile.n);
+    const bool nothing = stages == 0 && p.accumulate;
+    slot ^= 1;
+    aim();
+    look_first();
+    for (int row = 0; kStagedRows == kTile ? row == 0 : row < m_left; row += kStagedRows) {
+      if (row) __syncthreads();  // the rows before are no longer read
+      stage_rows<kStagedRows>(multiply, staged, row);
+      if (row == 0) publish_first();
       __syncthreads();
-      if (k_stages == 0 && p.accumulate) continue;  // nothing to add
-      for (int i = threadIdx.x / 16; i < min(kStagedRows, m_left - first); i += kThreads / 16) {
-        const int at = threadIdx.x % 16 * 8;
-        Eight<float> v = load_8(staged + i * kStagedPitch + at, 8, true);
-        const int64_t index = expert * p.out_expert_stride + (m + first + i) * p.out_stride + n + at;
-        if (p.accumulate) {
-          const Eight<float> old = load_8(p.out, p.out_type, index, n_left - at, p.out_vector);
-#pragma unroll
-          for (int j = 0; j < 8; ++j) v.value[j] += old.value[j];
-        }
-        store_8(p.out, p.out_type, index, v, n_left - at, p.out_vector);
-      }
+      if (row == 0 && tables.tile[slot].expert < p.E) fill(Constant<0>{});
+      if (nothing) continue;
+      store_rows<kThreads>(p.out, p.out_type, start + row * p.out_stride, p.out_stride, p.out_vector, staged, nullptr,
+                           min(kStagedRows, m_left - row), n_left, p.accumulate);
     }
-    if (threadIdx.x == 0) *next_tile = claimed;
     __syncthreads();
   }
 }

@@ -9,9 +9,9 @@ namespace moe::mma {
 template <typename T>
 struct Dispatch {
   template <Major kA, Major kB>
-  using Deep = Multiply<T, kA, kB, 64, 3>;
+  using Deep = Multiply<T, kA, kB, 64, 3, 128>;
   template <Major kA, Major kB>
-  using Shallow = Multiply<T, kA, kB, 32, 3>;  // half the shared memory, for GPUs with 100 KB an SM
+  using Shallow = Multiply<T, kA, kB, 32, 3, 32>;  // half the shared memory, for GPUs with 100 KB an SM
 
   template <typename Problem>
   static cudaError_t launch(const Config& config, const Problem& problem, int sms, cudaStream_t stream) {

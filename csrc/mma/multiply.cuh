@@ -65,18 +65,19 @@ struct Scale<T, false> {
 };
 
 // kA, kB: which dimension of a staged operand is contiguous.
-template <typename T, Major kA, Major kB, int kTileK_, int kStages_>
+template <typename T, Major kA, Major kB, int kTileK_, int kStages_, int kStagedRows_>
 struct Multiply {
   using Value = T;
   static constexpr Major kMajorB = kB;
-  static constexpr int kThreads = 128, kTileK = kTileK_, kStages = kStages_;
+  static constexpr int kThreads = 128, kTileK = kTileK_, kStages = kStages_, kStagedRows = kStagedRows_;
+  static constexpr bool kTwoLoops = true;       // a second main loop without questions pays
   static constexpr int kBlock = 64, kStep = 16;  // a warp's block of the output; the depth of one mma
   static constexpr int kParts = kTileK / kStep;
 
   const int lane = threadIdx.x % 32;
   const int warp_m = threadIdx.x / 64 * kBlock, warp_n = threadIdx.x / 32 % 2 * kBlock;
   const bool active;        // a warp whose whole block lies past the tile's rows or columns has nothing to add
-  float sum[4][8][4] = {};  // 16 x 8 fragments, as mma leaves them
+  float sums[4][8][4] = {};  // 16 x 8 fragments, as mma leaves them
 
   // Where this lane finds its rows of the four 8 x 8 matrices of a 16 x 16 fragment, in stage slot 0. The swizzle (load.cuh)
   // turns with k where the operand lies along k (Major::k), with the fragment where it lies across: an address for
@@ -98,7 +99,7 @@ struct Multiply {
     const int inside = lane % 8;
     const uint32_t base = ptx::shared_address(operand) + (kMajor == Major::k ? (warp + 8 * mn + inside) * kRowBytes
                                                                              : (8 * k + inside) * kRowBytes + warp * 2);
-    const uint32_t turn = swizzle<kRowBytes>(inside, kMajor == Major::k ? k : mn) * 16;
+    const uint32_t turn = swizzle<T, kRowBytes>(inside, kMajor == Major::k ? k : mn) * 16;
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) at[i] = ptx::keep(base + (turn ^ (i * 32)));
   }
@@ -122,61 +123,57 @@ struct Multiply {
     PairScale<T>::store(slot, k, value);
   }
 
-  // Loads the first step of the first stage.
+  // Loads the first step of the first stage, and returns the weights of its rows.
   template <bool kWeighted>
-  __device__ __forceinline__ void begin(const unsigned char* weights) {
-    if (!active) return;
+  __device__ __forceinline__ Scale<T, kWeighted> begin(const unsigned char* weights) {
+    const Scale<T, kWeighted> scale(weights, 0, lane);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       load_fragment<kA>(a[i], a_at, 0, i, 0);
       load_fragment<kB>(b[0][i], b_at, 0, i, 0);
     }
-    Scale<T, kWeighted>(weights, 0, lane).apply(a[0]);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) scale.apply(a[i]);
+    return scale;
   }
 
-  // Adds the products of the stage at `slot` bytes; row k of A is scaled by weight k of `weights` where kWeighted.
+  // Adds the products of the stage at `slot` bytes. Where A's rows k are weighted, `scale` is that of the step in hand, and
+  // `weights` and `next_weights` are this stage's and the next one's.
   // Calls refill, which starts the loads of a later stage part by part, and after the last read of this stage advance,
   // which waits for the next: that one's first step is loaded here too, so that the tensor cores do not wait between stages.
-  template <bool kWeighted, typename Refill, typename Advance>
-  __device__ __forceinline__ void stage(int slot, int next_slot, const unsigned char* weights,
+  // kAll: every warp is active.
+  template <bool kAll, bool kWeighted, typename Refill, typename Advance>
+  __device__ __forceinline__ void stage(int slot, int next_slot, Scale<T, kWeighted>& scale, const unsigned char* weights,
                                         const unsigned char* next_weights, Refill refill, Advance advance) {
 #pragma unroll
     for (int step = 0; step < kParts; ++step) {
       const bool last = step + 1 == kParts;
       const int now = step % 2, next = 1 - now, next_step = last ? 0 : step + 1;
-      const Scale<T, kWeighted> scale(weights, step * kStep, lane);
       refill(step);
       if (last) advance();
-      if (!active) continue;
+      if (!kAll && !active) continue;
+      const Scale<T, kWeighted> next_scale(last ? next_weights : weights, next_step * kStep, lane);
 #pragma unroll
       for (int j = 0; j < 4; ++j) load_fragment<kB>(b[next][j], b_at, last ? next_slot : slot, j, next_step);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          ptx::mma_16x8x16<T>(sum[i][j], a[i], b[now][j / 2][j % 2 * 2], b[now][j / 2][j % 2 * 2 + 1]);
+          ptx::mma_16x8x16<T>(sums[i][j], a[i], b[now][j / 2][j % 2 * 2], b[now][j / 2][j % 2 * 2 + 1]);
         }
         load_fragment<kA>(a[i], a_at, last ? next_slot : slot, i, next_step);
-        // A fragment is scaled while the one before is multiplied.
-        if (i < 3) scale.apply(a[i + 1]);
-        if (i == 3) Scale<T, kWeighted>(last ? next_weights : weights, next_step * kStep, lane).apply(a[0]);
+        // A fragment is scaled one behind its load; the last one's turn comes in the next step.
+        i == 0 ? scale.apply(a[3]) : next_scale.apply(a[i - 1]);
       }
+      scale = next_scale;
     }
   }
 
-  // Rows 64 * half to 64 * half + 63 of the tile.
-  __device__ __forceinline__ void write_half(float* staged, int half) const {
-    if (warp_m / kStagedRows != half) return;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        float* to = staged + (16 * i + lane / 4) * kStagedPitch + warp_n + 8 * j + lane % 4 * 2;
-        *reinterpret_cast<float2*>(to) = make_float2(sum[i][j][0], sum[i][j][1]);
-        *reinterpret_cast<float2*>(to + 8 * kStagedPitch) = make_float2(sum[i][j][2], sum[i][j][3]);
-      }
-    }
-  }
+  // Where the sums lie (epilogue.cuh).
+  static constexpr int kRows = 8, kColumns = 16, kRun = 2;
+  __device__ __forceinline__ int row(int i) const { return warp_m + 8 * i + lane / 4; }
+  __device__ __forceinline__ int column(int j) const { return warp_n + j / 2 * 8 + lane % 4 * 2 + j % 2; }
+  __device__ __forceinline__ float& sum(int i, int j) { return sums[i / 2][j / 2][i % 2 * 2 + j % 2]; }
 };
 
 }  // namespace moe::mma

@@ -40,6 +40,31 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// kWords 32-bit words (2 or 4, as many as their alignment) that nothing writes while the kernel runs.
+template <int kWords>
+struct Words {
+  uint32_t word[kWords];
+};
+
+template <int kWords>
+__device__ __forceinline__ Words<kWords> load_words(const void* global);
+
+template <>
+__device__ __forceinline__ Words<2> load_words<2>(const void* global) {
+  Words<2> to;
+  asm volatile("ld.global.nc.v2.b32 {%0, %1}, [%2];" : "=r"(to.word[0]), "=r"(to.word[1]) : "l"(global));
+  return to;
+}
+
+template <>
+__device__ __forceinline__ Words<4> load_words<4>(const void* global) {
+  Words<4> to;
+  asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to.word[0]), "=r"(to.word[1]), "=r"(to.word[2]), "=r"(to.word[3])
+               : "l"(global));
+  return to;
+}
+
 __device__ __forceinline__ void store_shared_16(uint32_t shared, uint4 value) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)

@@ -5,7 +5,7 @@ namespace moe::simt {
 namespace {
 
 template <Major kA, Major kB>
-using Form = Multiply<kA, kB, 16, 3>;
+using Form = Multiply<kA, kB, 16, 3, 32>;
 
 template <typename Problem>
 cudaError_t dispatch(const Config& config, const Problem& problem, int sms, cudaStream_t stream) {

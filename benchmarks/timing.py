@@ -15,8 +15,8 @@ def medians_ms(candidates: Mapping[str, Callable[[], object]], device: str) -> d
     """The median time of each candidate in milliseconds, over as many rounds as the budget allows.
 
     A candidate must have run before, so that nothing is compiled or loaded here. On a GPU the times are those of the
-    device: each round begins with a pause there, during which the host gets ahead, and the L2 cache is overwritten
-    before each run.
+    device: before each run it pauses, so that the host gets ahead however long the candidate before kept it, and the L2
+    cache is overwritten.
     """
     one_round = _GpuRound(candidates) if device == "cuda" else _CpuRound(candidates)
     budget = GPU_BUDGET_S if device == "cuda" else CPU_BUDGET_S
@@ -41,10 +41,10 @@ class _GpuRound:
         self.flush = torch.empty(4 * l2_bytes, dtype=torch.int8, device="cuda")
 
     def __call__(self):
-        torch.cuda._sleep(LEAD_CYCLES)
         events = {}
         for name, run in self.candidates.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(LEAD_CYCLES)
             self.flush.zero_()
             start.record()
             run()

@@ -270,7 +270,7 @@ def print_table(rows: list[dict]) -> None:
         dense = row["dense_ms"] * products(row["pass"]) / row["ms"]
         megabytes = "" if row["bytes_peak"] is None else f"{row['bytes_peak'] / 1e6:.0f}"
         ratios = ", ".join(f"{name} {ms / row['ms']:.2f}" for name, ms in row["peers"].items())
-        print(f"{label(row):50}{row['ms']:9.3f}{row['tflops']:9.1f}{dense:8.2f}{megabytes:>8}  {ratios}")
+        print(f"{label(row):50}{row['ms']:9.3f}{row['tflops']:9.3g}{dense:8.2f}{megabytes:>8}  {ratios}")
 
 
 if __name__ == "__main__":

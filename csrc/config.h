@@ -8,9 +8,12 @@ namespace moe {
 enum class Op { gemm, weight_grad };
 enum class Path { fp32, mma, wgmma };
 
+// How many pieces of `size` it takes; in unsigned arithmetic, for rounding up passes 2^31 where the extent comes near it.
+__host__ __device__ constexpr int pieces(unsigned extent, unsigned size) { return int((extent + size - 1) / size); }
+
 // Output tiles are 128 x 128 on every portable path; a row dot has one partial sum a tile column.
 constexpr int kTile = 128;
-constexpr int kStagedPitch = kTile + 8;  // floats of a staged row; the 8 spread rows over the banks
+constexpr int kFloatPitch = kTile + 4;  // of a row of a staged float32 operand; the 4 spread rows over the banks
 
 struct Config {
   Op op;
@@ -21,13 +24,14 @@ struct Config {
   bool vectorized;  // moves 16 bytes at once: rows and pointers must be 16-byte aligned
   int blocks_per_sm = 2;
 
-  __host__ __device__ constexpr int value_bytes() const { return path == Path::fp32 ? 4 : 2; }
-  __host__ __device__ constexpr int stage_bytes() const { return 2 * kTile * tile_k * value_bytes(); }
+  __host__ __device__ constexpr int operand_bytes() const { return tile_k * (path == Path::fp32 ? kFloatPitch * 4 : kTile * 2); }
+  __host__ __device__ constexpr int stage_bytes() const { return 2 * operand_bytes(); }
 
   // Shared memory: the stages, over all of which but the first (it is loaded for the next tile meanwhile) results are staged
   // with two words for each of the tile's rows; behind them, what the loop knows of rows (gemm.cuh, weight_grad.cuh).
   __host__ __device__ constexpr int staged_at() const { return stage_bytes(); }
-  __host__ __device__ constexpr int row_words_at() const { return staged_at() + staged_rows * kStagedPitch * 4; }
+  __host__ __device__ constexpr int staged_pitch() const { return kTile + (path == Path::fp32 ? 4 : 8); }  // for the banks
+  __host__ __device__ constexpr int row_words_at() const { return staged_at() + staged_rows * staged_pitch() * 4; }
   __host__ __device__ constexpr int tables_at() const {
     const int results_end = row_words_at() + 2 * kTile * 4, stages_end = stages * stage_bytes();
     return results_end > stages_end ? results_end : stages_end;

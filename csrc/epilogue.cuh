@@ -6,6 +6,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "config.h"
 #include "problem.h"
 #include "ptx/copy.cuh"
@@ -28,17 +30,11 @@ __device__ __forceinline__ Four<T> load_4(const T* from, int valid, bool vector)
   return four;
 }
 
-template <typename To, typename From>
-__device__ __forceinline__ Four<To> convert(const Four<From>& from) {
-  Four<To> to;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) to.value[i] = To(from.value[i]);
-  return to;
-}
-
 template <typename T>
 __device__ __forceinline__ void store_4(T* to, const Four<float>& four, int valid, bool vector) {
-  const Four<T> converted = convert<T>(four);
+  Four<T> converted;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) converted.value[i] = T(four.value[i]);
   if (vector && valid >= 4) {
     *reinterpret_cast<Four<T>*>(to) = converted;
     return;
@@ -49,25 +45,20 @@ __device__ __forceinline__ void store_4(T* to, const Four<float>& four, int vali
   }
 }
 
-// The same for a matrix whose type is known at run time.
-__device__ __forceinline__ void store_4(void* to, DType type, int64_t index, const Four<float>& four, int valid,
-                                        bool vector) {
+template <typename T, typename Like>
+using MatchConst = std::conditional_t<std::is_const_v<Like>, const T, T>;
+
+// Calls use with a matrix whose type is known at run time.
+template <typename Void, typename Use>
+__device__ __forceinline__ void typed(Void* matrix, DType type, Use use) {
   switch (type) {
-    case DType::float32: return store_4(static_cast<float*>(to) + index, four, valid, vector);
-    case DType::bfloat16: return store_4(static_cast<__nv_bfloat16*>(to) + index, four, valid, vector);
-    case DType::float16: return store_4(static_cast<__half*>(to) + index, four, valid, vector);
+    case DType::float32: return use(static_cast<MatchConst<float, Void>*>(matrix));
+    case DType::bfloat16: return use(static_cast<MatchConst<__nv_bfloat16, Void>*>(matrix));
+    case DType::float16: return use(static_cast<MatchConst<__half, Void>*>(matrix));
   }
 }
 
-__device__ __forceinline__ Four<float> load_4(const void* from, DType type, int64_t index, int valid, bool vector) {
-  switch (type) {
-    case DType::bfloat16: return convert<float>(load_4(static_cast<const __nv_bfloat16*>(from) + index, valid, vector));
-    case DType::float16: return convert<float>(load_4(static_cast<const __half*>(from) + index, valid, vector));
-    default: return load_4(static_cast<const float*>(from) + index, valid, vector);
-  }
-}
-
-// What a Multiply's threads hold of a tile: sum(i, j) at row(i) and column(j), of which kRun columns lie side by side.
+// What a Multiply's threads hold of a tile: sum(i, j) at row(i) and column(j), the columns in pairs with kPairs.
 template <typename T, typename Multiply>
 __device__ __forceinline__ void add_bias(Multiply& multiply, const T* bias, int columns) {
 #pragma unroll
@@ -88,23 +79,23 @@ __device__ __forceinline__ void scale_rows(Multiply& multiply, const float* row_
   }
 }
 
-// Rows first to first + kRows - 1 of the tile.
-template <int kRows, typename Multiply>
+// Rows first to first + kStagedRows - 1 of the tile. Sums go two at a time where a thread has them side by side (kPairs); wider
+// stores would tie more of the registers that the main loop multiplies in.
+template <int kPitch, typename Multiply>
 __device__ __forceinline__ void stage_rows(Multiply& multiply, float* staged, int first) {
-  constexpr int kRun = Multiply::kRun;
-  struct alignas(4 * kRun) Run {
-    float value[kRun];
-  };
 #pragma unroll
   for (int i = 0; i < Multiply::kRows; ++i) {
     const int row = multiply.row(i) - first;
-    if (unsigned(row) >= kRows) continue;
+    if (unsigned(row) >= Multiply::kStagedRows) continue;
+    const uint32_t to = ptx::shared_address(staged + row * kPitch);
 #pragma unroll
-    for (int j = 0; j < Multiply::kColumns; j += kRun) {
-      Run run;
-#pragma unroll
-      for (int k = 0; k < kRun; ++k) run.value[k] = multiply.sum(i, j + k);
-      *reinterpret_cast<Run*>(staged + row * kStagedPitch + multiply.column(j)) = run;
+    for (int j = 0; j < Multiply::kColumns; j += 1 + Multiply::kPairs) {
+      const uint32_t at = to + multiply.column(j) * 4;
+      if constexpr (Multiply::kPairs) {
+        ptx::store_shared_8(at, multiply.sum(i, j), multiply.sum(i, j + 1));
+      } else {
+        ptx::store_shared_4(at, multiply.sum(i, j));
+      }
     }
   }
 }
@@ -117,7 +108,7 @@ __device__ __forceinline__ void before_bulk_add() {
 }
 
 // Adds staged rows to their tokens' rows of the output, which are `stride` apart and begin at `out`; all threads together.
-template <int kThreads>
+template <int kThreads, int kPitch>
 __device__ __forceinline__ void add_rows(float* out, int64_t stride, bool vector, const float* staged, const int* assignment,
                                          int rows, int columns, int top_k) {
 #if __CUDA_ARCH__ >= 900
@@ -125,7 +116,7 @@ __device__ __forceinline__ void add_rows(float* out, int64_t stride, bool vector
     static_assert(kThreads == kTile);
     const int row = threadIdx.x;
     if (row < rows) {
-      ptx::bulk_add(out + (assignment[row] / top_k) * stride, ptx::shared_address(staged + row * kStagedPitch), columns * 4);
+      ptx::bulk_add(out + (assignment[row] / top_k) * stride, ptx::shared_address(staged + row * kPitch), columns * 4);
       ptx::commit_bulk();
     }
     ptx::wait_bulk_read();  // the staged rows may be overwritten once every thread is past this
@@ -135,20 +126,20 @@ __device__ __forceinline__ void add_rows(float* out, int64_t stride, bool vector
   if (threadIdx.x >= columns) return;
 #pragma unroll 4
   for (int row = 0; row < rows; ++row) {
-    atomicAdd(out + (assignment[row] / top_k) * stride + threadIdx.x, staged[row * kStagedPitch + threadIdx.x]);
+    atomicAdd(out + (assignment[row] / top_k) * stride + threadIdx.x, staged[row * kPitch + threadIdx.x]);
   }
 }
 
 // The row dots of staged rows, which are weighted then. `with` begins at the first row's columns (by_row) or, rows being
 // looked up by token, at token 0's; dot is indexed by assignment.
-template <typename T, int kRows, int kThreads>
+template <int kThreads, int kPitch, typename T>
 __device__ __forceinline__ void dot_rows(const T* with, int64_t stride, bool by_row, bool vector, float* dot, float* staged,
                                          const int* assignment, const float* row_weight, int rows, int columns, int top_k) {
   // A warp takes a row at a time, its lanes four columns each. Many of its rows' loads are in flight before the first is
   // needed.
   constexpr int kWarps = kThreads / 32, kTogether = 8;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, left = columns - lane * 4;
-  static_assert(kTile == 32 * 4 && kRows % (kWarps * kTogether) == 0);
+  static_assert(kTile == 32 * 4);
 #pragma unroll 1
   for (int first = warp; first < rows; first += kWarps * kTogether) {
     const T* from[kTogether];
@@ -172,7 +163,7 @@ __device__ __forceinline__ void dot_rows(const T* with, int64_t stride, bool by_
     for (int i = 0; i < kTogether; ++i) {
       const int row = first + i * kWarps;
       if (row >= rows) break;
-      Four<float>& values = *reinterpret_cast<Four<float>*>(staged + row * kStagedPitch + lane * 4);
+      Four<float>& values = *reinterpret_cast<Four<float>*>(staged + row * kPitch + lane * 4);
       Four<float> scaled = values;
       const float weight = row_weight[row];
 #pragma unroll
@@ -202,35 +193,20 @@ __device__ __forceinline__ void dot_rows(const T* with, int64_t stride, bool by_
 
 // Stores staged rows: row r at out + r * stride (assignment null) or, rows placed by assignment, at out + assignment[r] *
 // stride. accumulate: adds them to what is there.
-template <int kThreads, typename T>
+template <int kThreads, int kPitch, typename T>
 __device__ __forceinline__ void store_rows(T* out, int64_t stride, bool vector, const float* staged, const int* assignment,
                                            int rows, int columns, bool accumulate) {
   const int lane = threadIdx.x % 32, left = columns - lane * 4;
 #pragma unroll 4
   for (int row = threadIdx.x / 32; row < rows; row += kThreads / 32) {
     T* to = out + (assignment ? assignment[row] : row) * stride + lane * 4;
-    Four<float> four = load_4(staged + row * kStagedPitch + lane * 4, 4, true);
+    Four<float> four = load_4(staged + row * kPitch + lane * 4, 4, true);
     if (accumulate) {
       const Four<T> old = load_4(to, left, vector);
 #pragma unroll
       for (int i = 0; i < 4; ++i) four.value[i] += float(old.value[i]);
     }
     store_4(to, four, left, vector);
-  }
-}
-
-// The same into a matrix whose type is known at run time, from element `first` on.
-template <int kThreads>
-__device__ __forceinline__ void store_rows(void* out, DType type, int64_t first, int64_t stride, bool vector,
-                                           const float* staged, const int* assignment, int rows, int columns,
-                                           bool accumulate = false) {
-  const auto store = [&](auto* to) {
-    store_rows<kThreads>(to + first, stride, vector, staged, assignment, rows, columns, accumulate);
-  };
-  switch (type) {
-    case DType::float32: return store(static_cast<float*>(out));
-    case DType::bfloat16: return store(static_cast<__nv_bfloat16*>(out));
-    case DType::float16: return store(static_cast<__half*>(out));
   }
 }
 

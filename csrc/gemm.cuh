@@ -42,7 +42,7 @@ struct GemmLookUp {
       }
       case 1: {  // which rows and columns
         const int number = __shfl_sync(~0u, value[0], 0);
-        const int column_tiles = (p.N + kTile - 1) / kTile, row_tiles = *p.schedule.tile_count;
+        const int column_tiles = pieces(p.N, kTile), row_tiles = *p.schedule.tile_count;
         const bool exists = number < row_tiles * column_tiles;
         const TilePosition position = tile_position(exists ? number : 0, max(row_tiles, 1), column_tiles);
         if (lane == 0) tile.column = position.column_tile * kTile;
@@ -75,10 +75,13 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
   constexpr int kThreads = Multiply::kThreads, kTileK = Multiply::kTileK, kStages = Multiply::kStages;
   constexpr int kParts = Multiply::kParts, kStagedRows = Multiply::kStagedRows;
   constexpr Config kConfig{Op::gemm, sizeof(T) == 4 ? Path::fp32 : Path::mma, kTileK, kStages, kStagedRows, kVector};
-  constexpr int kStageBytes = kConfig.stage_bytes(), kOperandBytes = kStageBytes / 2;
+  constexpr int kStageBytes = kConfig.stage_bytes(), kOperandBytes = kConfig.operand_bytes();
+  constexpr int kPitch = kConfig.staged_pitch();
   constexpr bool kAlongK = Multiply::kMajorB == Major::k;  // a row of W is a column of the output, else a step of k
-  using ShareA = Share<T, kTile, kTileK, kThreads>;
-  using ShareW = std::conditional_t<kAlongK, ShareA, Share<T, kTileK, kTile, kThreads>>;
+  // Trips without questions have a loop of their own, or else the loads alone are made twice.
+  constexpr bool kTwoLoops = kVector && Multiply::kUnrolled;
+  using ShareA = typename Multiply::template Operand<Major::k, kVector>;
+  using ShareW = typename Multiply::template Operand<Multiply::kMajorB, kVector>;
   static_assert(sizeof(GemmTables) == kConfig.table_bytes());
 
   extern __shared__ __align__(128) unsigned char shared[];
@@ -95,12 +98,12 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
   }
   __syncthreads();
 
-  // This thread's chunks: every row of A has an address of its own, those of W lie w_row_bytes apart.
+  // This thread's values: every row of A has an address of its own, those of W lie w_row_bytes apart.
   const char* a_from[ShareA::kRows];
   const char* w_from;
   const uint32_t a_to = ptx::shared_address(shared) + ShareA::offset();
   const uint32_t w_to = ptx::shared_address(shared) + kOperandBytes + ShareW::offset();
-  const int stages = (p.K + kTileK - 1) / kTileK;
+  const int stages = pieces(p.K, kTileK);
   // The last trips look up the next tile, and not the first: a block that is slow must not claim what others could take.
   const int looking = max((stages + kStages - 1) / kStages - look_up.kSteps, 0) * kStages;
   int stage;
@@ -116,13 +119,13 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
     own_assignment = tables.row[thread];
     tables.row[thread] = p.a.gather ? own_assignment / p.map.top_k : tile.row + (int(thread) < tile.rows ? int(thread) : 0);
     __syncthreads();
-    const char* data = p.a.data + ShareA::chunk(thread) * 16;
+    const char* data = p.a.data + ShareA::bytes(thread);
 #pragma unroll
     for (int i = 0; i < ShareA::kRows; ++i) {
       a_from[i] = row_address(data, tables.row[ShareA::first(thread) + i * ShareA::kStride], p.a.row_bytes);
     }
-    w_from = p.w + max(tile.expert, 0) * p.w_expert_bytes + ShareW::chunk(thread) * 16;
-    w_from = kAlongK ? row_address(w_from, tile.column + ShareW::first(thread), p.w_row_bytes)
+    w_from = p.w + max(tile.expert, 0) * p.w_expert_bytes + ShareW::bytes(thread);
+    w_from = kAlongK ? row_address(w_from, unsigned(tile.column) + ShareW::first(thread), p.w_row_bytes)
                      : row_address(w_from + int64_t(tile.column) * sizeof(T), ShareW::first(thread), p.w_row_bytes);
     stage = 0;
   };
@@ -132,12 +135,12 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
     constexpr bool kInside = inside != 0;
     const int columns = kInside ? kTile : columns_of(tile);
     const int slot = ahead % kStages * kStageBytes, k = ahead * kTileK;
-    const int k_left = kInside ? kTileK : p.K - (stage * kTileK + k);
-    const int k_valid = kInside ? ShareA::kValues : ShareA::valid(k_left);
+    const int k_left = kInside ? kTileK : int(unsigned(p.K) - unsigned(stage * kTileK + k));
+    const int a_left = kInside ? kTileK : ShareA::left(k_left);
     const uint32_t w_row_bytes = ptx::keep(p.w_row_bytes);  // no address of W is kept for the next stage
 #pragma unroll
     for (int i = part * ShareA::kRows / parts; i < (part + 1) * ShareA::kRows / parts; ++i) {
-      load_chunk<ShareA, kVector>(a_to + slot, i, a_from[i] + k * sizeof(T), k_valid);
+      load_row<ShareA, kVector>(a_to + slot, i, a_from[i] + k * sizeof(T), a_left);
     }
 #pragma unroll
     for (int i = part * ShareW::kRows / parts; i < (part + 1) * ShareW::kRows / parts; ++i) {
@@ -145,12 +148,12 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
         const int n = i * ShareW::kStride;
         const char* from = kInside ? row_address(w_from, n, w_row_bytes)
                                    : w_from + min(n, columns - 1 - ShareW::first()) * int64_t(w_row_bytes);
-        load_chunk<ShareW, kVector>(w_to + slot, i, from + k * sizeof(T), k_valid);
+        load_row<ShareW, kVector>(w_to + slot, i, from + k * sizeof(T), a_left);
       } else {
         const int w_row = i * ShareW::kStride;
-        const int n_valid = kInside ? ShareW::kValues : ShareW::valid(columns);
-        load_chunk<ShareW, kVector>(w_to + slot, i, row_address(w_from, k + w_row, w_row_bytes),
-                                    ShareW::first() + w_row < k_left ? n_valid : 0);
+        const int w_left = kInside ? kTile : ShareW::left(columns);
+        load_row<ShareW, kVector>(w_to + slot, i, row_address(w_from, k + w_row, w_row_bytes),
+                                  ShareW::first() + w_row < k_left ? w_left : 0);
       }
     }
   };
@@ -166,27 +169,31 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
   aim(0);
   fill(0, Constant<0>{});
   for (int slot = 0; tables.tile[slot].rows > 0; slot ^= 1) {
-    unrolled<kStages - 1>([&](auto s) {
+    count<kStages - 1>([&](auto s) {
       if (s > 0) fill(slot, s);
       return true;
     });
     advance();
 
-    Multiply multiply(shared, shared + kOperandBytes, tables.tile[slot].rows, columns_of(slot));
+    Multiply multiply(shared, shared + kOperandBytes);
     const bool live = tables.tile[slot].expert >= 0;
+    const bool whole = tables.tile[slot].rows > kTile / 2 && columns_of(slot) == kTile;  // every warp has all its work
     auto scale = multiply.template begin<false>(nullptr);
     const auto trip = [&](auto inside) {
       constexpr bool kInside = inside != 0;
       if (looks_up && stage >= looking) look_up.run((stage - looking) / kStages, p, tables, slot ^ 1);
-      unrolled<kStages>([&](auto s) {
-        constexpr Constant<s + kStages - 1> kAhead;
-        const bool more = kInside || stage + kAhead < stages;
+      count<kStages, Multiply::kUnrolled>([&](auto s) {
+        const auto ahead = s + Constant<kStages - 1>{};
         const auto refill = [&](int part) {
-          if (more) load(inside, slot, kAhead, part, kParts);
+          if (!kTwoLoops && whole && stage + ahead + 1 < stages) {
+            load(Constant<1>{}, slot, ahead, part, kParts);
+          } else if (kInside || stage + ahead < stages) {
+            load(inside, slot, ahead, part, kParts);
+          }
           if (part == kParts - 1) ptx::commit_copies();
         };
-        multiply.template stage<kInside>(s * kStageBytes, (s + 1) % kStages * kStageBytes, scale, nullptr, nullptr, refill,
-                                         advance);
+        const auto work = multiply.template work<kInside>(tables.tile[slot].rows, columns_of(slot));
+        multiply.stage(work, s * kStageBytes, (s + 1) % kStages * kStageBytes, scale, nullptr, nullptr, refill, advance);
         return kInside || stage + s + 1 < stages;
       });
 #pragma unroll
@@ -194,8 +201,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
       w_from += kAlongK ? kStages * kTileK * sizeof(T) : uint64_t(kStages * kTileK) * p.w_row_bytes;
       stage += kStages;
     };
-    const bool whole = tables.tile[slot].rows > kTile / 2 && columns_of(slot) == kTile;  // every warp has work
-    while (kVector && Multiply::kTwoLoops && live && whole && stage + 2 * kStages - 1 < stages) trip(Constant<1>{});
+    while (kTwoLoops && live && whole && stage + 2 * kStages - 1 < stages) trip(Constant<1>{});
     while (live && stage < stages) trip(Constant<0>{});
     if (looks_up) {
       for (int step = max(stage - looking, 0) / kStages; step < look_up.kSteps; ++step) look_up.run(step, p, tables, slot ^ 1);
@@ -222,25 +228,28 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
     for (int first = 0; kStagedRows == kTile ? first == 0 : first < tile.rows; first += kStagedRows) {
       const int rows = min(kStagedRows, tile.rows - first);
       if (first) __syncthreads();  // the rows before are no longer read
-      stage_rows<kStagedRows>(multiply, staged, first);
+      stage_rows<kPitch>(multiply, staged, first);
       if (combine) before_bulk_add();
       __syncthreads();
       if (dot) {
         const T* with = static_cast<const T*>(to.dot_with) + tile.column;
         if (by_row) with += (tile.row + first) * to.dot_with_stride;
-        dot_rows<T, kStagedRows, kThreads>(with, to.dot_with_stride, by_row, to.dot_vector,
-                                           to.dot + int64_t(tile.column / kTile) * p.S, staged, assignment + first,
-                                           row_weight + first, rows, columns, p.map.top_k);
+        dot_rows<kThreads, kPitch>(with, to.dot_with_stride, by_row, to.dot_vector,
+                                   to.dot + int64_t(tile.column / kTile) * p.S, staged, assignment + first,
+                                   row_weight + first, rows, columns, p.map.top_k);
         if (combine) before_bulk_add();
         __syncthreads();
       }
-      if (combine && to.out) {
-        add_rows<kThreads>(static_cast<float*>(to.out) + tile.column, to.out_stride, to.out_vector, staged,
-                           assignment + first, rows, columns, p.map.top_k);
-      } else if (!combine) {
+      if (!to.out) continue;
+      if (combine) {
+        add_rows<kThreads, kPitch>(static_cast<float*>(to.out) + tile.column, to.out_stride, to.out_vector, staged,
+                                   assignment + first, rows, columns, p.map.top_k);
+      } else {
         const int64_t start = by_row ? (tile.row + first) * to.out_stride : 0;
-        store_rows<kThreads>(to.out, to.out_type, start + tile.column, to.out_stride, to.out_vector, staged,
-                             by_row ? nullptr : assignment + first, rows, columns);
+        typed(to.out, to.out_type, [&](auto* out) {
+          store_rows<kThreads, kPitch>(out + start + tile.column, to.out_stride, to.out_vector, staged,
+                                       by_row ? nullptr : assignment + first, rows, columns, false);
+        });
       }
     }
     __syncthreads();

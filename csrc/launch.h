@@ -1,4 +1,4 @@
-// Entry points from the binding into the kernels; each returns CUDA's own error.
+// Entry points from the binding into the kernels; each returns CUDA's own error. `blocks`: the most that run at once.
 #pragma once
 
 #include "config.h"
@@ -6,15 +6,15 @@
 namespace moe {
 
 namespace simt {
-cudaError_t launch(const Config& config, const GemmProblem& problem, int sms, cudaStream_t stream);
-cudaError_t launch(const Config& config, const WeightGradProblem& problem, int sms, cudaStream_t stream);
+cudaError_t launch(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream);
+cudaError_t launch(const Config& config, const WeightGradProblem& problem, int blocks, cudaStream_t stream);
 }  // namespace simt
 
 namespace mma {
-cudaError_t launch_bfloat16(const Config& config, const GemmProblem& problem, int sms, cudaStream_t stream);
-cudaError_t launch_bfloat16(const Config& config, const WeightGradProblem& problem, int sms, cudaStream_t stream);
-cudaError_t launch_float16(const Config& config, const GemmProblem& problem, int sms, cudaStream_t stream);
-cudaError_t launch_float16(const Config& config, const WeightGradProblem& problem, int sms, cudaStream_t stream);
+cudaError_t launch_bfloat16(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream);
+cudaError_t launch_bfloat16(const Config& config, const WeightGradProblem& problem, int blocks, cudaStream_t stream);
+cudaError_t launch_float16(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream);
+cudaError_t launch_float16(const Config& config, const WeightGradProblem& problem, int blocks, cudaStream_t stream);
 }  // namespace mma
 
 // out[t] = sum over j of rows[t * top_k + j] in the order of j, in float32.

@@ -61,7 +61,7 @@ struct Epilogue {
   const void* dot_with;  // rows like those of `out` in the operand type, or null: no row dot
   int64_t dot_with_stride;
   float* dot;  // [ceil(N / 128), S], by assignment
-  bool out_vector, bias_vector, dot_vector;  // 16 bytes may be moved at once
+  bool out_vector, dot_vector;  // 16 bytes may be moved at once
 };
 
 struct GemmProblem {
@@ -78,7 +78,7 @@ struct GemmProblem {
 
 // out[e][m][n] (+)= sum over the rows r of e of row_weight[r] * a[r][m] * b[r][n]
 struct WeightGradProblem {
-  int S, M, N, E;
+  int M, N, E;
   Rows a, b;
   RowMap map;
   const float* row_weight;

@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <atomic>
 #include <climits>
 #include <optional>
@@ -30,6 +31,7 @@ void check(bool holds, const char* message) {
 
 void check(cudaError_t error) {
   if (error == cudaSuccess) return;
+  cudaGetLastError();  // or the next call would find it too
   throw std::runtime_error(std::string("grouped-gemm-moe: ") + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
 }
 
@@ -67,7 +69,8 @@ struct Launch {
   }
 };
 
-std::atomic<int> forced_config{-1};
+// Test hooks.
+std::atomic<int> forced_config{-1}, forced_blocks{INT_MAX};
 
 const Config& choose(Op op, DType type, bool aligned, const Launch& launch) {
   const int index = pick_config(op, type, aligned, launch.memory, forced_config.load());
@@ -137,10 +140,11 @@ Tiles schedule(const Tensor& offs, int S, int E, int tile_rows, bool cover_rest,
 
 template <typename Problem>
 void run(const Config& config, DType type, const Problem& problem, const Launch& launch) {
+  const int blocks = std::min(launch.sms * config.blocks_per_sm, forced_blocks.load());
   switch (type) {
-    case DType::float32: return check(simt::launch(config, problem, launch.sms, launch.stream));
-    case DType::bfloat16: return check(mma::launch_bfloat16(config, problem, launch.sms, launch.stream));
-    case DType::float16: return check(mma::launch_float16(config, problem, launch.sms, launch.stream));
+    case DType::float32: return check(simt::launch(config, problem, blocks, launch.stream));
+    case DType::bfloat16: return check(mma::launch_bfloat16(config, problem, blocks, launch.stream));
+    case DType::float16: return check(mma::launch_float16(config, problem, blocks, launch.stream));
   }
 }
 
@@ -181,13 +185,12 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
           "bias must be [E, N] in the type of w");
     e.bias = bias->data_ptr();
     e.bias_stride = row_stride(*bias);
-    e.bias_vector = vectorizable(*bias, 1);
   }
   if (dot_with && dot) {
     check(dot_with->dim() == 2 && dot_with->size(0) == (destination == Destination::row ? S : S / p.map.top_k) &&
               dot_with->size(1) == p.N && dtype(*dot_with) == dtype(a),
           "dot_with must have a row for each row of the result, in the type of a");
-    check(dot->numel() == (p.N + kTile - 1) / kTile * S && dot->scalar_type() == ScalarType::Float,
+    check(dot->numel() == pieces(p.N, kTile) * S && dot->scalar_type() == ScalarType::Float,
           "dot must be float32 [ceil(N / 128), S]");
     e.dot_with = dot_with->data_ptr();
     e.dot_with_stride = row_stride(*dot_with);
@@ -197,21 +200,21 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
 
   const Launch launch(a);
   const Config& config = choose(Op::gemm, dtype(a), chunked(a, 1) && chunked(w, p.w_major == Major::k ? 2 : 1), launch);
-  const Tiles tiles = schedule(offs, p.S, p.E, kTile, destination != Destination::token, launch.stream);
+  const Tiles tiles = schedule(offs, p.S, p.E, kTile, e.out && destination != Destination::token, launch.stream);
   p.schedule = tiles.schedule;
   run(config, dtype(a), p, launch);
 }
 
 void gemm(const Tensor& a, const Tensor& w, const Tensor& offs, const MaybeTensor& row_assignment, int64_t top_k,
           bool gather, bool scatter, const MaybeTensor& bias, const MaybeTensor& row_weight, const MaybeTensor& dot_with,
-          const MaybeTensor& dot, const Tensor& out) {
+          const MaybeTensor& dot, const MaybeTensor& out) {
   grouped_product(a, w, offs, row_assignment, top_k, gather, bias, row_weight, dot_with, dot,
                   scatter ? Destination::assignment : Destination::row, out);
 }
 
 void gemm_combine(const Tensor& a, const Tensor& w, const Tensor& offs, const Tensor& row_assignment, int64_t top_k,
                   bool gather, const MaybeTensor& bias, const MaybeTensor& row_weight, const MaybeTensor& dot_with,
-                  const MaybeTensor& dot, const MaybeTensor& out) {
+                  const MaybeTensor& dot, const Tensor& out) {
   grouped_product(a, w, offs, row_assignment, top_k, gather, bias, row_weight, dot_with, dot, Destination::token, out);
 }
 
@@ -227,7 +230,6 @@ void weight_grad(const Tensor& x, const Tensor& dy, const Tensor& offs, const Ma
   check(!transposed || out.size(1) <= 1 || out.stride(1) == 1, "out must be contiguous in K or in N");
   const int64_t S = row_assignment ? row_assignment->numel() : x.size(0);
   check(S <= INT_MAX, "no more than 2^31 - 1 rows");
-  p.S = int(S);
   p.E = size(out, 0), p.M = size(out, transposed ? 2 : 1), p.N = size(out, transposed ? 1 : 2);
   p.map = row_map(row_assignment, top_k, S);
   check(S == 0 || (x.size(0) == (gather_x ? S / p.map.top_k : S) && dy.size(0) == (gather_dy ? S / p.map.top_k : S)),
@@ -245,7 +247,7 @@ void weight_grad(const Tensor& x, const Tensor& dy, const Tensor& offs, const Ma
 
   const Launch launch(out);
   const Config& config = choose(Op::weight_grad, dtype(x), chunked(x, 1) && chunked(dy, 1), launch);
-  const Tiles tiles = schedule(offs, p.S, p.E, 0, false, launch.stream);
+  const Tiles tiles = schedule(offs, int(S), p.E, 0, false, launch.stream);
   p.schedule = tiles.schedule;
   run(config, dtype(x), p, launch);
 }
@@ -275,9 +277,15 @@ Tensor config_table(const Tensor&) {
   return table;
 }
 
-void force_config(const Tensor&, int64_t index) {
-  check(index >= -1 && index < kConfigCount, "no such configuration");
+bool config_fits(const Tensor&, int64_t index, int64_t per_block, int64_t per_sm, int64_t reserved) {
+  check(0 <= index && index < kConfigCount, "no such configuration");
+  return fits(kConfigs[index], {int(per_block), int(per_sm), int(reserved)});
+}
+
+void force(const Tensor&, int64_t index, int64_t blocks) {
+  check(-1 <= index && index < kConfigCount, "no such configuration");
   forced_config.store(int(index));
+  forced_blocks.store(blocks > 0 ? int(blocks) : INT_MAX);
 }
 
 }  // namespace
@@ -288,12 +296,11 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("gemm_combine", TORCH_BOX(&moe::gemm_combine));
   ops.impl("weight_grad", TORCH_BOX(&moe::weight_grad));
   ops.impl("sum_rows", TORCH_BOX(&moe::sum_rows));
-  ops.impl("config_table", TORCH_BOX(&moe::config_table));
-  ops.impl("force_config", TORCH_BOX(&moe::force_config));
 }
 
-// The test hooks tell of the library, not of a GPU, and answer on a machine without one too.
+// The test hooks tell of the library, not of a GPU, and answer on a machine without one.
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("config_table", TORCH_BOX(&moe::config_table));
-  ops.impl("force_config", TORCH_BOX(&moe::force_config));
+  ops.impl("config_fits", TORCH_BOX(&moe::config_fits));
+  ops.impl("force", TORCH_BOX(&moe::force));
 }

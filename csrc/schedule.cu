@@ -53,8 +53,7 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const int* offs, int
     __syncthreads();
     if (tile_rows) {
       const bool counted = group < E || (group == E && cover_rest);
-      const int rows = end - group_end[threadIdx.x];
-      const int count = counted ? (rows + tile_rows - 1) / tile_rows : 0;
+      const int count = counted ? pieces(end - group_end[threadIdx.x], tile_rows) : 0;
       if (threadIdx.x == 0) tiles_end[0] = 0;
       tiles_end[threadIdx.x + 1] = block_scan(count, Sum{}, warp_totals);
       __syncthreads();

@@ -1,7 +1,7 @@
 // Which tile a block works on: the raster over the row tiles that schedule.cu counts on the device.
 #pragma once
 
-#include "problem.h"
+#include "config.h"
 
 namespace moe {
 

@@ -15,18 +15,20 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ Sum
     Four<float> sum = {};
     for (int j = 0; j < p.top_k; ++j) {
       const int64_t row = token * p.top_k + j;
-      const Four<float> value = load_4(p.rows, p.rows_type, row * p.rows_stride + column, valid, p.vector);
+      typed(p.rows, p.rows_type, [&](const auto* rows) {
+        const auto value = load_4(rows + row * p.rows_stride + column, valid, p.vector);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) sum.value[k] += value.value[k];
+        for (int k = 0; k < 4; ++k) sum.value[k] += float(value.value[k]);
+      });
     }
-    store_4(p.out, p.out_type, token * p.out_stride + column, sum, valid, p.vector);
+    typed(p.out, p.out_type, [&](auto* out) { store_4(out + token * p.out_stride + column, sum, valid, p.vector); });
   }
 }
 
 }  // namespace
 
 cudaError_t launch_sum_rows(const SumRowsProblem& problem, int sms, cudaStream_t stream) {
-  const int64_t blocks = (problem.T * ((problem.N + 7) / 8) + kThreads - 1) / kThreads;
+  const int64_t blocks = (problem.T * ((problem.N + 3) / 4) + kThreads - 1) / kThreads;
   const int64_t resident = int64_t(sms) * (2048 / kThreads);
   if (blocks == 0) return cudaSuccess;
   sum_rows<<<unsigned(blocks < resident ? blocks : resident), kThreads, 0, stream>>>(problem);

@@ -9,16 +9,18 @@
 
 namespace moe {
 
-// A tile of the output and the rows it sums; expert past the last one: there are no more.
+// A tile of the output and the rows it sums; expert past the last one: there are no more. Rows are unsigned throughout, for
+// the loop counts past the last one, which may be the 2^31st.
 struct WeightGradTile {
-  int expert, m, n, begin, end;
+  int expert, m, n;
+  unsigned begin, end;
 };
 
 template <int kStages, int kTileK>
 struct WeightGradTables {
   WeightGradTile tile[2];  // the one being multiplied, and the next
   int unused[2];
-  int source[kStages][kTileK];                                    // of the rows of a stage, by its slot
+  int source[kStages][kTileK];                                // of the rows of a stage, by its slot
   alignas(16) unsigned char weight[kStages + 1][kTileK * 4];  // the same, by stage (Multiply::store_weight)
 };
 
@@ -29,14 +31,15 @@ struct WeightGradLookUp {
   int value[2];
 
   __device__ __forceinline__ void run(int step, const WeightGradProblem& p, WeightGradTile& tile) {
-    const int m_tiles = (p.M + kTile - 1) / kTile, n_tiles = (p.N + kTile - 1) / kTile;
+    const int m_tiles = pieces(p.M, kTile), n_tiles = pieces(p.N, kTile);
     switch (step) {
       case 0: value[0] = claim_tile(p.schedule); break;
       case 1: {
         const int expert = value[0] / (m_tiles * n_tiles);
         const TilePosition position = tile_position(value[0] % (m_tiles * n_tiles), n_tiles, m_tiles);
         tile.expert = expert, tile.m = position.column_tile * kTile, tile.n = position.row_tile * kTile;
-        if (expert < p.E) value[0] = p.schedule.bounds[expert], value[1] = p.schedule.bounds[expert + 1];
+        value[0] = expert < p.E ? p.schedule.bounds[expert] : 0;
+        value[1] = expert < p.E ? p.schedule.bounds[expert + 1] : 0;
         break;
       }
       case 2: tile.begin = value[0], tile.end = value[1]; break;
@@ -50,8 +53,10 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
   constexpr int kThreads = Multiply::kThreads, kTileK = Multiply::kTileK, kStages = Multiply::kStages;
   constexpr int kParts = Multiply::kParts, kStagedRows = Multiply::kStagedRows;
   constexpr Config kConfig{Op::weight_grad, sizeof(T) == 4 ? Path::fp32 : Path::mma, kTileK, kStages, kStagedRows, kVector};
-  constexpr int kStageBytes = kConfig.stage_bytes(), kOperandBytes = kStageBytes / 2;
-  using Operand = Share<T, kTileK, kTile, kThreads>;
+  constexpr int kStageBytes = kConfig.stage_bytes(), kOperandBytes = kConfig.operand_bytes();
+  constexpr int kPitch = kConfig.staged_pitch();
+  constexpr bool kTwoLoops = kVector && Multiply::kUnrolled;  // as in gemm.cuh
+  using Operand = typename Multiply::template Operand<Major::mn, kVector>;
   static_assert(kTileK <= kThreads, "a thread looks after a row of each stage");
   using Tables = WeightGradTables<kStages, kTileK>;
   static_assert(sizeof(Tables) == kConfig.table_bytes());
@@ -69,16 +74,16 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
 
   int slot = 0;  // of tables.tile
   int stages, stage;
-  int first_row;  // of this thread's rows of stage `stage`
+  unsigned first_row;  // of this thread's rows of stage `stage`
 
   // Thread i < kTileK looks after row i of every stage: it finds the assignment, and from it the source and the weight, in
   // time for both to arrive before they are published; -1 and 0 past the last row.
   const bool looks = threadIdx.x < kTileK;
   const auto look = [&](int of_stage) {
     const WeightGradTile& tile = tables.tile[slot];
-    const int row = tile.begin + of_stage * kTileK + int(threadIdx.x);
+    const unsigned row = tile.begin + of_stage * kTileK + threadIdx.x;
     if (!looks || row >= tile.end) return -1;
-    return p.map.row_assignment ? p.map.row_assignment[row] : row;
+    return p.map.row_assignment ? p.map.row_assignment[row] : int(row);
   };
   const auto weigh = [&](int assignment) { return p.row_weight && assignment >= 0 ? p.row_weight[assignment] : 0.f; };
   const auto weights = [&](int of_stage) { return tables.weight[of_stage % (kStages + 1)]; };
@@ -94,10 +99,10 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
   const uint32_t to = ptx::shared_address(shared) + Operand::offset();
   const auto aim = [&] {
     const WeightGradTile& tile = tables.tile[slot];
-    const int chunk = Operand::chunk(ptx::keep(threadIdx.x));  // not held in a register from tile to tile
-    a_own = ptx::keep(p.a.data + int64_t(tile.m) * sizeof(T) + chunk * 16);
-    b_own = ptx::keep(p.b.data + int64_t(tile.n) * sizeof(T) + chunk * 16);
-    stages = (tile.end - tile.begin + kTileK - 1) / kTileK;
+    const int bytes = Operand::bytes(ptx::keep(threadIdx.x));  // not held in a register from tile to tile
+    a_own = ptx::keep(p.a.data + int64_t(tile.m) * sizeof(T) + bytes);
+    b_own = ptx::keep(p.b.data + int64_t(tile.n) * sizeof(T) + bytes);
+    stages = pieces(tile.end - tile.begin, kTileK);
     stage = 0;
     first_row = tile.begin + Operand::first();
   };
@@ -110,18 +115,18 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
   // stage not the last one.
   const auto load = [&](auto inside, auto ahead, int part, int parts) {
     constexpr bool kInside = inside != 0;
-    constexpr int kSlot = ahead % kStages * kStageBytes;
+    const int at = ahead % kStages * kStageBytes;
     const WeightGradTile& tile = tables.tile[slot];
-    const int a_valid = kInside ? Operand::kValues : Operand::valid(p.M - tile.m);
-    const int b_valid = kInside ? Operand::kValues : Operand::valid(p.N - tile.n);
+    const int a_left = kInside ? kTile : Operand::left(p.M - tile.m);
+    const int b_left = kInside ? kTile : Operand::left(p.N - tile.n);
 #pragma unroll
     for (int i = part * Operand::kRows / parts; i < (part + 1) * Operand::kRows / parts; ++i) {
-      const int own_row = first_row + ahead * kTileK + i * Operand::kStride;
+      const unsigned own_row = first_row + ahead * kTileK + i * Operand::kStride;
       const bool live = kInside || own_row < tile.end;
-      load_chunk<Operand, kVector>(to + kSlot, i,
-                                   row_address(a_own, p.a.gather ? source[i] : own_row, p.a.row_bytes), live ? a_valid : 0);
-      load_chunk<Operand, kVector>(to + kSlot + kOperandBytes, i,
-                                   row_address(b_own, p.b.gather ? source[i] : own_row, p.b.row_bytes), live ? b_valid : 0);
+      load_row<Operand, kVector>(to + at, i, row_address(a_own, p.a.gather ? source[i] : own_row, p.a.row_bytes),
+                                 live ? a_left : 0);
+      load_row<Operand, kVector>(to + at + kOperandBytes, i,
+                                 row_address(b_own, p.b.gather ? source[i] : own_row, p.b.row_bytes), live ? b_left : 0);
     }
   };
   const auto fill = [&](auto s) {
@@ -131,8 +136,12 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
     }
     ptx::commit_copies();
   };
-  const auto advance = [] {
+  const auto advance = [&](int next_slot, int next_stage) {
     ptx::wait_copies<kStages - 2>();
+    if constexpr (!Multiply::kWeighsFragments) {
+      unsigned char* own_values = shared + next_slot * kStageBytes + Operand::offset();
+      if (p.row_weight) Multiply::template weigh_own<Operand>(own_values, weights(next_stage));
+    }
     __syncthreads();  // the next stage has landed for everyone, and everyone is done with this one
   };
 
@@ -156,13 +165,14 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
 
   while (tables.tile[slot].expert < p.E) {
     own = look(kStages);
-    unrolled<kStages - 1>([&](auto s) {
+    count<kStages - 1>([&](auto s) {
       if (s > 0) fill(s);
       return true;
     });
-    advance();
+    advance(0, 0);
 
-    Multiply multiply(shared, shared + kOperandBytes, p.M - tables.tile[slot].m, p.N - tables.tile[slot].n);
+    Multiply multiply(shared, shared + kOperandBytes);
+    const bool whole = p.M - tables.tile[slot].m >= kTile && p.N - tables.tile[slot].n >= kTile;
     const auto run = [&](auto weighted) {
       auto scale = multiply.template begin<weighted != 0>(weights(0));
       int trip = 0;
@@ -170,37 +180,44 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
       const auto take = [&](auto inside) {
         constexpr bool kInside = inside != 0;
         if (threadIdx.x == 0 && trip >= looking) look_up.run(trip - looking, p, tables.tile[slot ^ 1]);
-        unrolled<kStages>([&](auto s) {
-          constexpr int kNext = (s + 1) % kStages, kFirst = kParts > 1;
-          constexpr Constant<s + kStages - 1> kAhead;
-          const bool more = kInside || stage + kAhead < stages;
+        count<kStages, Multiply::kUnrolled>([&](auto s) {
+          constexpr int kFirst = kParts > 1;
+          const auto ahead = s + Constant<kStages - 1>{};
+          const int next_slot = (s + 1) % kStages;
+          const bool more = kInside || stage + ahead < stages;
           int after;
           float weight;
           const auto refill = [&](int part) {
-            if (part == 0 && more) find(kAhead % kStages);
-            if (part >= kFirst && more) load(inside, kAhead, part - kFirst, kParts - kFirst);
+            if (part == 0 && more) find(ahead % kStages);
+            if (part >= kFirst) {
+              if (!kTwoLoops && whole && stage + ahead + 1 < stages) {
+                load(Constant<1>{}, ahead, part - kFirst, kParts - kFirst);
+              } else if (more) {
+                load(inside, ahead, part - kFirst, kParts - kFirst);
+              }
+            }
             if (part == kParts - 1) ptx::commit_copies();
             if (part == 0) weight = weigh(own), after = look(stage + s + kStages + 1);
           };
           const auto publish_and_advance = [&] {
             publish(s, stage + s + kStages, own, weight);
             own = after;
-            advance();
+            advance(next_slot, stage + s + 1);
           };
-          multiply.template stage<kInside>(s * kStageBytes, kNext * kStageBytes, scale, weights(stage + s),
-                                           weights(stage + s + 1), refill, publish_and_advance);
+          const auto work = multiply.template work<kInside>(p.M - tables.tile[slot].m, p.N - tables.tile[slot].n);
+          multiply.stage(work, s * kStageBytes, next_slot * kStageBytes, scale, weights(stage + s), weights(stage + s + 1), refill,
+                         publish_and_advance);
           return kInside || stage + s + 1 < stages;
         });
         stage += kStages, ++trip, first_row += kStages * kTileK;
       };
-      const bool whole = tables.tile[slot].m + kTile <= p.M && tables.tile[slot].n + kTile <= p.N;
-      while (kVector && Multiply::kTwoLoops && whole && stage + 2 * kStages - 1 < stages) take(Constant<1>{});
+      while (kTwoLoops && whole && stage + 2 * kStages - 1 < stages) take(Constant<1>{});
       while (stage < stages) take(Constant<0>{});
       if (threadIdx.x == 0) {
         for (int step = trip - looking; step < look_up.kSteps; ++step) look_up.run(step, p, tables.tile[slot ^ 1]);
       }
     };
-    p.row_weight ? run(Constant<1>{}) : run(Constant<0>{});
+    Multiply::kWeighsFragments && p.row_weight ? run(Constant<Multiply::kWeighsFragments>{}) : run(Constant<0>{});
     __syncthreads();  // the stages have been read, the next tile is known
 
     const WeightGradTile tile = tables.tile[slot];
@@ -212,13 +229,15 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
     look_first();
     for (int row = 0; kStagedRows == kTile ? row == 0 : row < m_left; row += kStagedRows) {
       if (row) __syncthreads();  // the rows before are no longer read
-      stage_rows<kStagedRows>(multiply, staged, row);
+      stage_rows<kPitch>(multiply, staged, row);
       if (row == 0) publish_first();
       __syncthreads();
       if (row == 0 && tables.tile[slot].expert < p.E) fill(Constant<0>{});
       if (nothing) continue;
-      store_rows<kThreads>(p.out, p.out_type, start + row * p.out_stride, p.out_stride, p.out_vector, staged, nullptr,
-                           min(kStagedRows, m_left - row), n_left, p.accumulate);
+      typed(p.out, p.out_type, [&](auto* out) {
+        store_rows<kThreads, kPitch>(out + start + row * p.out_stride, p.out_stride, p.out_vector, staged, nullptr,
+                                     min(kStagedRows, m_left - row), n_left, p.accumulate);
+      });
     }
     __syncthreads();
   }

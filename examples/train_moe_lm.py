@@ -364,6 +364,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--hidden must be a multiple of twice --heads")
     if not 1 <= args.top_k <= args.experts:
         parser.error("--top-k must be from 1 to --experts")
+    if args.steps < 1:
+        parser.error("--steps must be at least 1")
     return args
 
 
@@ -392,7 +394,7 @@ def main(argv: list[str] | None = None) -> None:
     report["expert_load"] = load.tolist()
     report["sample"] = sample(model, "def ", args.sample, args)
 
-    print(f"\nheld-out loss    {report['held_out_bits']:.3f} bits/byte")
+    print(f"\nheld-out loss    {report['held_out_bits']:.3f} bits/byte, over four times the bytes of the figures above")
     print(f"unigram entropy  {report['unigram_bits']:.3f} bits/byte")
     print(f"speed            {report['tokens_per_second']:,.0f} tokens/s")
     for layer, shares in enumerate(report["expert_load"]):

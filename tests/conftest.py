@@ -52,18 +52,24 @@ PLACES = [Setting(device, dtype) for device in DEVICES for dtype in DTYPES[devic
 
 @functools.cache
 def forced_settings():
-    """Every configuration of the GPU's variant with every dtype that it serves."""
+    """Every configuration that fits this GPU with every dtype that it serves."""
     if not HAS_GPU:
         return []
+    major, minor = torch.cuda.get_device_capability()
     return [
         Setting("cuda", dtype, config.name)
         for config in load_part("_testing").configs()
+        if config.selectable_on(10 * major + minor)
         for dtype in ((torch.float32,) if config.path == "fp32" else (torch.bfloat16, torch.float16))
     ]
 
 
+# The hub runs the tests that are marked for it beside the package alone, without the project's tools.
+if not (Path(__file__).resolve().parents[1] / "tools").is_dir():
+    collect_ignore = ["test_package.py", "test_cuda_build.py", "test_record.py", "test_examples.py", "test_readme.py"]
+
+
 def pytest_configure(config):
-    config.addinivalue_line("markers", "kernels_ci: the subset that the kernels hub runs, under a minute")
     config.addinivalue_line("markers", "gpu(memory=0): needs a GPU, with `memory` GiB free")
 
 
@@ -110,9 +116,15 @@ def hooks():
     return load_part("_testing")
 
 
+@contextlib.contextmanager
+def forcing(setting):
+    """A setting's configuration is forced, on so few blocks that each takes several tiles one after the other."""
+    with load_part("_testing").forced(setting.config, blocks=3) if setting.config else contextlib.nullcontext():
+        yield setting
+
+
 @pytest.fixture
 def setting(request):
     """Every device and dtype with the automatic choice, then every configuration, forced during the test."""
-    config = request.param.config
-    with load_part("_testing").forced(config) if config else contextlib.nullcontext():
+    with forcing(request.param):
         yield request.param

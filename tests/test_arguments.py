@@ -43,7 +43,8 @@ def right(kernel, function, device):
 
 def refused(kernel, ops, function, arguments, names, *fragments, error=ValueError, may_run=False):
     """Calls with wrong arguments; the message must hold one of `names` as a word, and every fragment."""
-    tensors = {n: t for n, t in arguments.items() if type(t) is torch.Tensor and t.layout is torch.strided}
+    plain = {n: t for n, t in arguments.items() if type(t) is torch.Tensor and not t.is_nested}
+    tensors = {n: t for n, t in plain.items() if t.layout is torch.strided}
     before = {n: t.clone() for n, t in tensors.items() if t.device.type != "meta" and t.numel() < 2**20}
     with problems.Calls(ops) as calls, pytest.raises(error) as caught:
         getattr(kernel, function)(**arguments)
@@ -185,6 +186,31 @@ def test_distributed_tensor(kernel, ops, mesh, function, name):
         getattr(kernel, function)(**spoilt)
 
 
+@pytest.mark.parametrize("function", ["moe", "gather_gemm"])
+def test_more_experts_than_int32_counts(kernel, ops, device, function):
+    arguments = right(kernel, function, device)
+    arguments["W"] = arguments["W"][:1].expand(2**31, N, K)
+    arguments.pop("bias", None)
+    if "routing" in arguments:
+        offs = arguments["routing"].offs[:1].expand(2**31)
+        arguments["routing"] = arguments["routing"]._replace(offs=offs)
+    refused(kernel, ops, function, arguments, ["W"], "2**31", str([2**31, N, K]))
+
+
+@pytest.mark.parametrize("function", ["moe", "grouped_gemm", "gather_gemm", "gemm_combine"])
+def test_tensors_that_are_not_plain(kernel, ops, device, function):
+    """A tensor made of tensors would run the ops for each of them, into one result; a nested one has no shape."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    arguments = right(kernel, function, device)
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            spoilt = arguments | {name: TwoTensor(value, value.clone())}
+            refused(kernel, ops, function, spoilt, [name], "plain tensor", "TwoTensor", error=TypeError)
+            spoilt = arguments | {name: torch.nested.nested_tensor([value, value])}
+            refused(kernel, ops, function, spoilt, [name], "strided", "nested")
+
+
 @pytest.mark.parametrize("function", ["moe", "grouped_gemm"])
 def test_no_expert(kernel, ops, device, function):
     arguments = right(kernel, function, device)
@@ -194,7 +220,7 @@ def test_no_expert(kernel, ops, device, function):
     refused(kernel, ops, function, arguments, ["W"], "at least", str([0, N, K]))
 
 
-@pytest.mark.parametrize("wrong", [0, -1])
+@pytest.mark.parametrize("wrong", [0, -1, 2**31, 2**40])
 def test_number_of_experts(kernel, ops, device, wrong):
     arguments = right(kernel, "route", device) | {"num_experts": wrong}
     refused(kernel, ops, "route", arguments, ["num_experts"], "at least 1", str(wrong))

@@ -4,6 +4,7 @@ Faults of sizes, layouts, memory and skipped ids are in test_edges.py, of wrong 
 in test_gradients.py, of bits that change between runs in test_determinism.py, of tile shapes in test_configs.py.
 """
 
+import contextlib
 import itertools
 
 import oracle
@@ -242,6 +243,21 @@ def test_compiled_in_one_graph(kernel, device, dynamo, function, out_dtype):
             assert torch.equal(gradient, want[name]), name
 
 
+@pytest.mark.parametrize("function", ["moe", "grouped_gemm", "gather_gemm+bias", "gemm_combine+bias"])
+def test_compiled_by_inductor(kernel, device, dynamo, function):
+    """The compiler that torch.compile takes by itself, which may fuse what lies around the products."""
+    problem = problems.make(function, 33, 24, 16, 5, 2, device=device, distribution="skipped")
+    y, want = problems.run(kernel, problem)
+    compiled = torch.compile(lambda **tensors: problem.call(kernel, **tensors).relu(), fullgraph=True)
+    leaves = problem.leaves()
+    got = compiled(**leaves)
+    oracle.assert_close(got, y.relu().double(), 1e-6)
+    gradients = torch.autograd.grad(got, list(leaves.values()), problem.incoming(y))
+    _, want = problems.run(kernel, problem, problem.incoming(y) * (y > 0))
+    for name, gradient in zip(leaves, gradients, strict=True):
+        oracle.assert_close(gradient, want[name].double(), 1e-6)
+
+
 # GPU: synchronisation, graphs, streams, devices
 
 
@@ -280,6 +296,35 @@ def test_graph_replays_with_other_routing(kernel, dtype):
         weights.uniform_()
         graph.replay()
         oracle.assert_close(y, oracle.moe(x, W, ids, weights), oracle.tolerance(dtype, y.dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k, deterministic", [(2, False), (3, False), (3, True)])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_function_is_captured(kernel, function, k, deterministic):
+    """Forward and backward in one graph, replayed on other numbers."""
+    problem = problems.make(function, 150, 72, 136, 6, k, torch.bfloat16, "cuda", "skipped")
+    leaves = problem.leaves()
+    dy = problem.incoming(problem.call(kernel, **problem.tensors))
+
+    def step():
+        y = problem.call(kernel, **leaves)
+        return y, *torch.autograd.grad(y, list(leaves.values()), dy)
+
+    with problems.deterministic() if deterministic else contextlib.nullcontext():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        with torch.no_grad():
+            for leaf in leaves.values():
+                leaf.copy_(torch.rand_like(leaf) + 0.1)
+        graph.replay()
+        want = step()
+    for got, of_now in zip(captured, want, strict=True):
+        oracle.assert_close(got, of_now.double(), oracle.tolerance(torch.bfloat16, got.dtype))
 
 
 @pytest.mark.gpu

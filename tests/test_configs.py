@@ -4,11 +4,10 @@ import oracle
 import problems
 import pytest
 import torch
-from conftest import forced_settings
+from conftest import forced_settings, forcing
 
 pytestmark = pytest.mark.gpu
 
-ARCHITECTURES = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
 SHAPES = [  # T, K, N, E, k, distribution
     (1, 1, 1, 1, 1, "uniform"),
     (7, 9, 5, 3, 2, "repeated"),
@@ -25,9 +24,9 @@ SHAPES = [  # T, K, N, E, k, distribution
 
 
 @pytest.fixture(params=forced_settings(), ids=str)
-def forced(request, hooks):
-    with hooks.forced(request.param.config):
-        yield request.param
+def forced(request):
+    with forcing(request.param) as setting:
+        yield setting
 
 
 @pytest.mark.parametrize("function", problems.FUNCTIONS)
@@ -83,8 +82,8 @@ def test_same_bits(kernel, forced, function):
 
 def test_forcing_ends(kernel, hooks):
     """Afterwards the choice is automatic again, also when the name was wrong."""
-    names = [config.name for config in hooks.configs()]
-    assert names and len(set(names)) == len(names)
+    names = {setting.config for setting in forced_settings()}
+    assert names
     problem = problems.make("moe", 100, 264, 136, 4, 2, torch.bfloat16, "cuda")
     want = problem.call(kernel, **problem.tensors)
     for name in names:
@@ -96,19 +95,12 @@ def test_forcing_ends(kernel, hooks):
     assert torch.equal(problem.call(kernel, **problem.tensors), want)
 
 
-def test_configurations_fit_where_they_may_be_picked(hooks):
-    """Shared memory of a block by compute capability, in KiB; each has a tile for every operator and alignment."""
-    limits = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
-    configs = hooks.configs()
-    for arch in ARCHITECTURES:
-        chosen = [config for config in configs if config.selectable_on(arch)]
-        assert all(config.smem_bytes <= limits[arch] * 1024 for config in chosen), arch
-        for op in ("gemm", "weight_grad"):
-            assert any(c.op == op and c.path == "fp32" for c in chosen), (arch, op)
-            for vectorized in (True, False):
-                assert any(
-                    c.op == op and c.path == "mma" and c.vectorized == vectorized for c in chosen
-                ), (arch, op, vectorized)  # fmt: skip
+def test_shared_memory_of_this_gpu(hooks):
+    """The table behind Config.selectable_on, which is otherwise what CUDA's documentation says."""
+    properties = torch.cuda.get_device_properties()
+    known = hooks.SHARED_MEMORY[10 * properties.major + properties.minor]
+    found = properties.shared_memory_per_multiprocessor, properties.shared_memory_per_block_optin
+    assert tuple(size // 1024 for size in found) == known
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

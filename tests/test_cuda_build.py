@@ -74,7 +74,6 @@ spec = importlib.util.spec_from_file_location(name, Path(folder) / "__init__.py"
 sys.modules[name] = package = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(package)
 testing = importlib.import_module(f"{name}._testing")
-testing._gpu = lambda: torch.empty(0)
 archs = [int(arch.replace(".", "")) for arch in SHARED_MEMORY]
 print(json.dumps([
     config._asdict() | {"name": config.name, "selectable": {str(a): config.selectable_on(a) for a in archs}}

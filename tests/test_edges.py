@@ -306,6 +306,15 @@ def test_more_than_2_31_weights(kernel, dtype, transposed):
         oracle.assert_close(gradient[-1:], want, oracle.tolerance(dtype, dtype), slack=slack)
 
 
+def test_float32_near_zero(kernel, device):
+    """Products keep subnormal numbers; a GPU's additions to a token's row may take them for 0, the sign apart."""
+    x = torch.full((40, 16), 3e-40, device=device)
+    W = torch.eye(16, device=device).repeat(2, 1, 1)
+    assert torch.equal(kernel.grouped_gemm(x, W, torch.tensor([10, 30], device=device)), x)
+    y = kernel.moe(x, W, torch.zeros(40, 1, dtype=torch.int64, device=device), torch.ones(40, 1, device=device))
+    assert torch.equal(y, x) or (device == "cuda" and not y.any())
+
+
 @pytest.mark.parametrize("function", ["moe", "grouped_gemm", "gather_gemm", "gemm_combine"])
 def test_empty_rows_of_any_stride(kernel, place, function):
     """torch calls an empty tensor contiguous whatever its strides: no kernel may ask more of it."""

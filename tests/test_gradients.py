@@ -65,7 +65,7 @@ def test_each_subset_of_gradients(kernel, device, function, dtype):
     "function, only, expected",
     [
         ("moe", ("x",), ["gemm_combine"]),
-        ("moe", ("weights",), ["gemm_combine"]),
+        ("moe", ("weights",), ["gemm"]),
         ("moe", ("W",), ["weight_grad"]),
         ("moe", ("x", "weights"), ["gemm_combine"]),
         ("moe", ("x", "W", "weights"), ["gemm_combine", "weight_grad"]),
@@ -73,6 +73,7 @@ def test_each_subset_of_gradients(kernel, device, function, dtype):
         ("gather_gemm", ("W",), ["weight_grad"]),
         ("gemm_combine", ("h",), ["gemm"]),
         ("gemm_combine", ("W",), ["weight_grad"]),
+        ("gemm_combine", ("weights",), ["gemm"]),
         ("gemm_combine", ("h", "W", "weights"), ["gemm", "weight_grad"]),
         ("grouped_gemm", ("a",), ["gemm"]),
         ("grouped_gemm", ("W",), ["weight_grad"]),
@@ -88,8 +89,9 @@ def test_backward_does_only_what_is_asked(kernel, ops, function, only, expected)
     assert sorted(calls.names()) == expected
 
 
-def test_routing_weights_alone_store_no_product(kernel, ops):
-    problem = problems.make("moe", 20, 16, 24, 4, 2)
+@pytest.mark.parametrize("function", ["moe", "gemm_combine"])
+def test_routing_weights_alone_store_no_product(kernel, ops, function):
+    problem = problems.make(function, 20, 16, 24, 4, 2)
     y = problem.call(kernel, **problem.leaves(("weights",)))
     with problems.Calls(ops) as calls:
         y.sum().backward()

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import oracle
 import pytest
 import torch
+from conftest import forced_settings
 
 FENCE = 64  # elements of NaN before and behind an output, which keep it 16-byte aligned
 DOT_COLUMNS = 128
@@ -83,6 +84,20 @@ def test_gemm(ops, setting, out):
                 assert not dot.any()
 
 
+def test_gemm_without_a_result(ops, setting):
+    """The row dots alone."""
+    rows = Rows(40, 72, 200, 5, 3, setting.dtype, setting.device)
+    for gather, scatter, bias, weighted in itertools.product([False, True], repeat=4):
+        want = dots(rows.product(bias, weighted)[0], rows.dy[rows.token])
+        with fenced(*want.shape, dtype=rows.wide, device=setting.device, fill=0) as dot:
+            ops.gemm(
+                rows.x if gather else rows.x[rows.token], rows.W, rows.offs, rows.row_assignment, rows.k, gather,
+                scatter, rows.bias if bias else None, rows.weights if weighted else None,
+                rows.dy if scatter else rows.dy[rows.token], dot, None,
+            )  # fmt: skip
+            oracle.assert_close(dot[:, rows.order], want, oracle.tolerance(rows.dtype, rows.wide))
+
+
 def test_gemm_of_rows_without_a_map(ops, setting):
     """No row map: rows are their own assignments, as in grouped_gemm and its gradient."""
     rows = Rows(90, 72, 136, 5, 1, setting.dtype, setting.device)
@@ -92,11 +107,9 @@ def test_gemm_of_rows_without_a_map(ops, setting):
 
 
 def test_gemm_combine(ops, setting):
-    """Adds to what is there; without an output it leaves the dots alone."""
+    """Adds to what is there."""
     rows = Rows(40, 72, 200, 5, 3, setting.dtype, setting.device)
-    for gather, bias, weighted, dotted, stored in FLAGS:
-        if not (dotted or stored):
-            continue
+    for gather, bias, weighted, dotted in itertools.product([False, True], repeat=4):
         z, scaled = rows.product(bias, weighted)
         want = torch.zeros(rows.T, 200, dtype=torch.float64, device=setting.device).index_add_(0, rows.token, scaled)
         with (
@@ -106,9 +119,9 @@ def test_gemm_combine(ops, setting):
             ops.gemm_combine(
                 rows.x if gather else rows.x[rows.token], rows.W, rows.offs, rows.row_assignment, rows.k, gather,
                 rows.bias if bias else None, rows.weights if weighted else None,
-                rows.dy if dotted else None, dot if dotted else None, result if stored else None,
+                rows.dy if dotted else None, dot if dotted else None, result,
             )  # fmt: skip
-            oracle.assert_close(result, want + 3 if stored else torch.full_like(want, 3), tolerance(rows, result))
+            oracle.assert_close(result, want + 3, tolerance(rows, result))
             if dotted:
                 want = dots(z, rows.dy[rows.token])
                 oracle.assert_close(dot[:, rows.order], want, oracle.tolerance(rows.dtype, rows.wide))
@@ -137,6 +150,26 @@ def test_weight_grad(ops, setting, wide, transposed):
                 rows.weights if weighted else None, accumulate, out,
             )  # fmt: skip
             oracle.assert_close(out, want + start if accumulate else want, tolerance(rows, out), slack=slack)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("where", ["dy", "weight"])
+def test_weight_grad_of_infinities(ops, setting, where, transposed):
+    """An infinity stays one, of the right sign, and makes no NaN."""
+    rows = Rows(90, 72, 136, 5, 2, setting.dtype, setting.device)
+    live = rows.order[rows.expert < 5][7]
+    if where == "dy":
+        rows.dy[live // 2, 3] = float("-inf")
+    else:
+        rows.weights[live] = float("inf")
+    scaled = rows.dy[rows.token].double() * rows.weights[rows.order].double()[:, None]
+    want = torch.stack([scaled[rows.expert == e].T @ rows.x[rows.token].double()[rows.expert == e] for e in range(5)])
+    out = torch.empty((5, 72, 136) if transposed else (5, 136, 72), dtype=rows.wide, device=setting.device)
+    result = out.transpose(1, 2) if transposed else out
+    ops.weight_grad(rows.x, rows.dy, rows.offs, rows.row_assignment, 2, True, True, rows.weights, False, result)
+    assert want.isinf().any()
+    assert torch.equal(result.where(want.isinf(), 0).double(), want.where(want.isinf(), 0))
+    assert result.isfinite().logical_or(want.isinf()).all()
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 8, 33])
@@ -194,6 +227,32 @@ def test_wrong_offsets_become_a_running_maximum(ops, dtype, offs):
         oracle.assert_close(result, want, tolerance(rows, result))
 
 
+@pytest.mark.gpu(memory=30)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sizes_up_to_2_31(ops, hooks, dtype):
+    """Counting past the last row or column, as loops by tile do, must not wrap where there are as many as there can be.
+
+    All rows are one row of ones, so that a group's weight gradient is its number of rows.
+    """
+    most, E = 2**31 - 1, 1024
+    ones = torch.ones(1, 8, device="cuda", dtype=dtype).expand(most, 8)
+    offs = torch.arange(1, E + 1, device="cuda").mul(2**21).clamp(max=most).int()
+    for setting in [None, *(s.config for s in forced_settings() if s.dtype == dtype)]:
+        with hooks.forced(setting), fenced(E, 8, 8, dtype=torch.float32, device="cuda") as result:
+            ops.weight_grad(ones, ones, offs, None, 1, False, False, None, False, result)
+            assert (result[:-1] == 2**21).all() and (result[-1] == 2**21 - 1).all(), setting
+    offs[:] = most  # all in the first group
+    W = torch.ones(E, 1, 8, device="cuda", dtype=dtype)
+    with fenced(most, 1, dtype=dtype, device="cuda") as result:
+        ops.gemm(ones, W, offs, None, 1, False, False, None, None, None, None, result)
+        assert result.min() == result.max() == 8
+    W = torch.randn(1, most, 1, device="cuda", dtype=dtype)
+    offs = torch.ones(1, device="cuda", dtype=torch.int32)
+    with fenced(1, most, dtype=dtype, device="cuda") as result:
+        ops.gemm(ones[:1, :1], W, offs, None, 1, False, False, None, None, None, None, result)
+        assert torch.equal(result[0], W[0, :, 0])
+
+
 def samples(name, device):
     """Arguments for opcheck: plain, strided, empty, and with every optional argument."""
     for T, dtype, distribution in (
@@ -216,12 +275,12 @@ def samples(name, device):
                 yield (
                     strided, W, *index, True, True, rows.bias, rows.weights, rows.dy, new(1, rows.S), new(rows.S, 24)
                 )  # fmt: skip
+                yield strided, W, *index, True, True, None, None, rows.dy, new(1, rows.S), None
                 plain = strided[rows.token]
                 yield plain, W, rows.offs, None, 1, False, False, None, None, None, None, new(rows.S, 24, dtype=dtype)
             case "gemm_combine":
                 yield rows.x, rows.W, *index, True, None, None, None, None, new(T, 24)
                 yield strided, W, *index, True, rows.bias, rows.weights, rows.dy, new(1, rows.S), new(T, 24)
-                yield strided, W, *index, True, None, None, rows.dy, new(1, rows.S), None
                 yield strided[rows.token], W, *index, False, None, rows.weights, None, None, new(T, 24)
             case "weight_grad":
                 yield rows.x, rows.dy, *index, True, True, rows.weights, False, new(3, 24, 16, dtype=dtype)

@@ -1,4 +1,4 @@
-"""README.md's Python blocks run as they stand, in order, in one namespace.
+"""The Python blocks of README.md and CARD.md run as they stand, in order, in one namespace a file.
 
 Without a GPU, "cuda" is replaced by "cpu". A block whose sizes are too large for a CPU is preceded by a comment that
 says what is replaced there: `<!-- on a CPU: T = 65536 -> T = 512, K = 4096 -> K = 64 -->`.
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(?:^<!-- on a CPU: (?P<smaller>[^\n]*) -->\n+)?^```python\n(?P<code>.*?)^```$", re.M | re.S)
 
 
@@ -27,8 +27,9 @@ def blocks(text, on_gpu):
         yield text.count("\n", 0, match.start("code")), code
 
 
-def test_python_blocks_run():
-    text = README.read_text()
+@pytest.mark.parametrize("file", ["README.md", "CARD.md"])
+def test_python_blocks_run(file):
+    text = (ROOT / file).read_text()
     found = list(blocks(text, torch.cuda.is_available()))
     assert len(found) == text.count("```python") and found
     threads = torch.get_num_threads()
@@ -36,7 +37,7 @@ def test_python_blocks_run():
     try:
         namespace = {"__name__": "readme"}
         for line, code in found:
-            exec(compile("\n" * line + code, str(README), "exec"), namespace)
+            exec(compile("\n" * line + code, file, "exec"), namespace)
     finally:
         torch.set_num_threads(threads)
 

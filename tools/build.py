@@ -8,7 +8,7 @@
 build.toml says what is compiled and for which GPUs. Sources are compiled in a temporary copy that holds only the
 files it lists, so a file missing there fails here and not at publishing. Objects are kept in build/objects and
 reused while neither their sources nor their command change. What ptxas reports of each kernel is written to
-build/<variant>.ptxas.txt.
+build/<variant>.ptxas.txt, the digest of the sources to build/<variant>.sources.txt.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ from pathlib import Path
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
+    try:
+        import tomli as tomllib
+    except ModuleNotFoundError:
+        sys.exit("build.py: tomli is not installed, which Python 3.10 needs to read build.toml: pip install tomli.")
+
+from source_digest import source_digest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,11 +49,7 @@ NVCC_FLAGS = ["-std=c++17", "-O3", "-Xptxas=-v", "-Xcompiler=" + ",".join(HOST_F
 
 # All that the package takes from libtorch_cuda.so. Linking with a stand-in of these names leaves a library that finds
 # the real one in the process that imports it, so no CUDA build of torch is needed here.
-TORCH_CUDA_SYMBOLS = [
-    "aoti_torch_get_current_cuda_stream",
-    "torch_c10_cuda_check_msg",
-    "torch_c10_cuda_free_error_msg",
-]
+TORCH_CUDA_SYMBOLS = ["aoti_torch_get_current_cuda_stream"]
 
 # An importable module without contents, in the words of CPython's stable ABI: no Python headers are needed. The
 # import of PyModule_Create2 is weak because the interpreter, not a library that could be linked, provides it.
@@ -217,12 +218,13 @@ class Cuda:
         if path is None:
             missing = f"{nvcc} does not exist" if nvcc else "nvcc was not found on the PATH, in CUDA_HOME or from pip"
             raise BuildError(f"No CUDA compiler: {missing}; install the CUDA toolkit or name its nvcc with --nvcc.")
-        release = re.search(r"release (\d+\.\d+)", output_of([path, "--version"]))
+        release = re.search(r"release (\d+\.\d+)", printed_by([path, "--version"]))
         # The nvcc on the PATH may be a wrapper; the compiler itself knows where it lies.
-        plan = subprocess.run([path, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
-        home = Path(re.search(r"^#\$ TOP=(.*)$", plan, re.MULTILINE)[1]).resolve()
-        codes = re.findall(r"compute_(\d+)(\d)$", output_of([path, "--list-gpu-arch"]), re.MULTILINE)
-        return cls(path, home, release[1], [f"{major}.{minor}" for major, minor in codes])
+        top = re.search(r"^#\$ TOP=(.*)$", printed_by([path, "--dryrun", "-E", "-x", "cu", os.devnull]), re.MULTILINE)
+        codes = re.findall(r"compute_(\d+)(\d)$", printed_by([path, "--list-gpu-arch"]), re.MULTILINE)
+        if not (release and top and codes):
+            raise BuildError(f"{path} does not answer as a CUDA compiler does; name another nvcc with --nvcc.")
+        return cls(path, Path(top[1]).resolve(), release[1], [f"{major}.{minor}" for major, minor in codes])
 
     @staticmethod
     def _usual_places() -> list[Path]:
@@ -236,6 +238,11 @@ class Cuda:
             if (self.home / folder / name).exists():
                 return self.home / folder / name
         raise BuildError(f"{name} was not found beside {self.nvcc}: install the CUDA runtime's development files.")
+
+
+def printed_by(command: list) -> str:
+    """All that a command prints, whether or not it succeeds."""
+    return subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
 
 
 def output_of(command: list) -> str:
@@ -486,7 +493,10 @@ def build(args: argparse.Namespace) -> Path:
     if args.where:
         print(variant)
         return variant
-    if built_id(variant) == build_id and not args.force:
+    if args.root == ROOT and not args.compile_only:  # for the record of what is measured with it
+        args.output.mkdir(parents=True, exist_ok=True)
+        variant.with_name(f"{variant.name}.sources.txt").write_text(source_digest() + "\n")
+    if built_id(variant) == build_id and not args.force and not args.compile_only:
         print(f"{variant} is up to date ({build_id}).")
         return variant
 

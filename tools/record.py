@@ -52,8 +52,9 @@ def record_mismatches(record: dict) -> list[str]:
 
 def merged(record: dict, update: dict) -> dict:
     """The record with a newly measured part. Rows replace those of the same kind; other parts are replaced whole."""
-    if record and record["gpu"] != update["gpu"]:
-        raise ValueError(f"the record is of {record['gpu']}, the measurement of {update['gpu']}")
+    for name in MACHINE if record else ():
+        if record[name] != update[name]:
+            raise ValueError(f"the record is of {name} {record[name]}, the measurement of {update[name]}")
     result = {**record, **update}
     if "rows" in update:
         rows = {tuple(row[name] for name in ROW_KEY): row for row in [*record.get("rows", []), *update["rows"]]}

@@ -26,6 +26,9 @@ import torch
 from source_digest import source_digest
 
 BENCHMARKS = records.ROOT / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import package  # noqa: E402
+
 SWEEP = records.ROOT / "tools" / "sanitize_sweep.py"
 SHARES = 5  # processes that a sanitizer's sweep is shared among
 SUMMARIES = {
@@ -52,7 +55,11 @@ def main() -> int:
     os.environ.setdefault("LOCAL_KERNELS", f"phanerozoic/grouped-gemm-moe={records.ROOT}")
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
     output = args.output or records.RESULTS / f"{file_name(machine['gpu'])}.json"
+    if built_from() != source_digest():
+        parser.error("the variant in build/ was built from other sources: run tools/build.py")
     failed = []
+    if set(parts) == set(PARTS):
+        output.unlink(missing_ok=True)  # nothing of it is kept, and torch may be another one
     for part in parts:
         print(f"== {part}", flush=True)
         stamp = {"source_digest": source_digest(), "date": datetime.date.today().isoformat()}
@@ -65,6 +72,13 @@ def main() -> int:
         failed += [] if good else [part]
     print(f"{output}: " + (f"{', '.join(failed)} FAILED" if failed else "all is well"))
     return 1 if failed else 0
+
+
+def built_from() -> str | None:
+    """The digest of the sources of the variant that is loaded; None if it was not built here."""
+    name = f"{Path(package.load().__file__).parent.name}.sources.txt"
+    file = records.ROOT / "build" / name
+    return file.read_text().strip() if file.exists() else None
 
 
 def file_name(gpu: str) -> str:

@@ -11,11 +11,11 @@ namespace grouped_gemm_moe {
 inline constexpr const char* kSchemas[] = {
     // One product a live row, read and written through the row map where asked.
     "gemm(Tensor a, Tensor w, Tensor offs, Tensor? row_assignment, int top_k, bool gather, bool scatter, "
-    "Tensor? bias, Tensor? row_weight, Tensor? dot_with, Tensor(a!)? dot, Tensor(b!) out) -> ()",
+    "Tensor? bias, Tensor? row_weight, Tensor? dot_with, Tensor(a!)? dot, Tensor(b!)? out) -> ()",
 
     // The same product, weighted and added into the row of its token.
     "gemm_combine(Tensor a, Tensor w, Tensor offs, Tensor row_assignment, int top_k, bool gather, "
-    "Tensor? bias, Tensor? row_weight, Tensor? dot_with, Tensor(a!)? dot, Tensor(b!)? out) -> ()",
+    "Tensor? bias, Tensor? row_weight, Tensor? dot_with, Tensor(a!)? dot, Tensor(b!) out) -> ()",
 
     // Per expert, the sum over its rows of the outer products dy x.
     "weight_grad(Tensor x, Tensor dy, Tensor offs, Tensor? row_assignment, int top_k, bool gather_x, bool gather_dy, "
@@ -24,9 +24,11 @@ inline constexpr const char* kSchemas[] = {
     // The top_k rows of each token, added in slot order.
     "sum_rows(Tensor rows, int top_k, Tensor(a!) out) -> ()",
 
-    // Test hooks, CUDA only: the kernel configurations, and the choice of one of them (-1: automatic).
+    // Test hooks of a library with kernels, answered on the CPU: its configurations, whether one fits a GPU's shared
+    // memory, and the choice of one (-1: automatic) and of the most blocks that run at once (0: as many as fit).
     "config_table(Tensor like) -> Tensor",
-    "force_config(Tensor like, int index) -> ()",
+    "config_fits(Tensor like, int index, int per_block, int per_sm, int reserved) -> bool",
+    "force(Tensor like, int index, int blocks) -> ()",
 };
 
 }  // namespace grouped_gemm_moe

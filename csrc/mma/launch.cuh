@@ -13,11 +13,23 @@ struct Dispatch {
   template <Major kA, Major kB>
   using Shallow = Multiply<T, kA, kB, 32, 3, 32>;  // half the shared memory, for GPUs with 100 KB an SM
 
-  template <typename Problem>
-  static cudaError_t launch(const Config& config, const Problem& problem, int sms, cudaStream_t stream) {
-    if (!config.vectorized) return start_for<Shallow, false>(config, problem, sms, stream);
-    return config.tile_k == 64 ? start_for<Deep, true>(config, problem, sms, stream)
-                               : start_for<Shallow, true>(config, problem, sms, stream);
+  template <Major kMajorW>
+  static cudaError_t launch_for(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream) {
+    if (!config.vectorized) return start_gemm<Shallow<Major::k, kMajorW>, false>(config, problem, blocks, stream);
+    return config.tile_k == 64 ? start_gemm<Deep<Major::k, kMajorW>, true>(config, problem, blocks, stream)
+                               : start_gemm<Shallow<Major::k, kMajorW>, true>(config, problem, blocks, stream);
+  }
+
+  static cudaError_t launch(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream) {
+    return problem.w_major == Major::k ? launch_for<Major::k>(config, problem, blocks, stream)
+                                       : launch_for<Major::mn>(config, problem, blocks, stream);
+  }
+
+  static cudaError_t launch(const Config& config, const WeightGradProblem& problem, int blocks, cudaStream_t stream) {
+    constexpr Major kMn = Major::mn;
+    if (!config.vectorized) return start_weight_grad<Shallow<kMn, kMn>, false>(config, problem, blocks, stream);
+    return config.tile_k == 64 ? start_weight_grad<Deep<kMn, kMn>, true>(config, problem, blocks, stream)
+                               : start_weight_grad<Shallow<kMn, kMn>, true>(config, problem, blocks, stream);
   }
 };
 

@@ -2,12 +2,12 @@
 
 namespace moe::mma {
 
-cudaError_t launch_float16(const Config& config, const GemmProblem& problem, int sms, cudaStream_t stream) {
-  return Dispatch<__half>::launch(config, problem, sms, stream);
+cudaError_t launch_float16(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream) {
+  return Dispatch<__half>::launch(config, problem, blocks, stream);
 }
 
-cudaError_t launch_float16(const Config& config, const WeightGradProblem& problem, int sms, cudaStream_t stream) {
-  return Dispatch<__half>::launch(config, problem, sms, stream);
+cudaError_t launch_float16(const Config& config, const WeightGradProblem& problem, int blocks, cudaStream_t stream) {
+  return Dispatch<__half>::launch(config, problem, blocks, stream);
 }
 
 }  // namespace moe::mma

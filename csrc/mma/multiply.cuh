@@ -25,9 +25,10 @@ struct PairScale<__half> {
   }
 };
 
-// A bfloat16 has float32's range, so that a weight is the sum of two of them to 2^-17, and v * high + (v * low) in fused
-// bfloat16 arithmetic rounds once, but for values within 1/256 of a rounding step of a tie, which may fall to either side:
-// two instructions a pair instead of five by way of float32.
+// A bfloat16 has float32's range, so that a weight is the sum of two of them to 2^-16, and v * high + (v * low) in fused
+// bfloat16 arithmetic rounds once, but for values within 1/128 of a rounding step of a tie, which may fall to either side:
+// two instructions a pair instead of five by way of float32. The low part has the sign of the high one and is not 0, so that
+// an infinite value or weight gives an infinity.
 template <>
 struct PairScale<__nv_bfloat16> {
   struct alignas(8) Weights {
@@ -36,8 +37,9 @@ struct PairScale<__nv_bfloat16> {
   __device__ __forceinline__ PairScale(const unsigned char* slot, int k) : by(reinterpret_cast<const Weights*>(slot)[k / 2]) {}
   static __device__ __forceinline__ void store(unsigned char* slot, int k, float weight) {
     __nv_bfloat16* pair = reinterpret_cast<__nv_bfloat16*>(slot) + k / 2 * 4 + k % 2;
-    pair[0] = __float2bfloat16_rn(weight);
-    pair[2] = __float2bfloat16_rn(weight - __bfloat162float(pair[0]));
+    const float below = __uint_as_float((__float_as_uint(weight) - (weight != 0.f)) & 0xffff0000u);
+    pair[0] = __float2bfloat16_rn(below);
+    pair[2] = __float2bfloat16_rn(weight - below);
   }
   __device__ __forceinline__ uint32_t operator()(uint32_t pair) const {
     const __nv_bfloat162 values = *reinterpret_cast<const __nv_bfloat162*>(&pair);
@@ -70,13 +72,15 @@ struct Multiply {
   using Value = T;
   static constexpr Major kMajorB = kB;
   static constexpr int kThreads = 128, kTileK = kTileK_, kStages = kStages_, kStagedRows = kStagedRows_;
-  static constexpr bool kTwoLoops = true;       // a second main loop without questions pays
+  static constexpr bool kUnrolled = true, kWeighsFragments = true;
+  template <Major kMajor, bool>
+  using Operand = std::conditional_t<kMajor == Major::k, SwizzledShare<T, kTile, kTileK, kThreads>,
+                                     SwizzledShare<T, kTileK, kTile, kThreads>>;
   static constexpr int kBlock = 64, kStep = 16;  // a warp's block of the output; the depth of one mma
   static constexpr int kParts = kTileK / kStep;
 
   const int lane = threadIdx.x % 32;
   const int warp_m = threadIdx.x / 64 * kBlock, warp_n = threadIdx.x / 32 % 2 * kBlock;
-  const bool active;        // a warp whose whole block lies past the tile's rows or columns has nothing to add
   float sums[4][8][4] = {};  // 16 x 8 fragments, as mma leaves them
 
   // Where this lane finds its rows of the four 8 x 8 matrices of a 16 x 16 fragment, in stage slot 0. The swizzle (load.cuh)
@@ -85,8 +89,7 @@ struct Multiply {
   static constexpr int kTurnsA = kA == Major::k ? kParts : 4, kTurnsB = kB == Major::k ? kParts : 4;
   uint32_t a_at[kTurnsA], b_at[kTurnsB];
 
-  __device__ __forceinline__ Multiply(const unsigned char* a, const unsigned char* b, int rows, int columns)
-      : active(warp_m < rows && warp_n < columns) {
+  __device__ __forceinline__ Multiply(const unsigned char* a, const unsigned char* b) {
     // Two bits of the lane pick one of the four matrices, in the order (mn, k) for operand A and (k, mn) for B.
     const int low = lane / 8 % 2, high = lane / 16;
     place<kA>(a_at, a, warp_m, low, high);
@@ -99,7 +102,7 @@ struct Multiply {
     const int inside = lane % 8;
     const uint32_t base = ptx::shared_address(operand) + (kMajor == Major::k ? (warp + 8 * mn + inside) * kRowBytes
                                                                              : (8 * k + inside) * kRowBytes + warp * 2);
-    const uint32_t turn = swizzle<T, kRowBytes>(inside, kMajor == Major::k ? k : mn) * 16;
+    const uint32_t turn = swizzle<kRowBytes>(inside, kMajor == Major::k ? k : mn) * 16;
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) at[i] = ptx::keep(base + (turn ^ (i * 32)));
   }
@@ -113,6 +116,13 @@ struct Multiply {
     } else {
       ptx::load_matrix_transposed(fragment, at[i] + slot + step * kStep * kTile * 2);
     }
+  }
+
+  // Whether this warp's block reaches into a tile of so many rows and columns; kWhole: into one as large as any.
+  template <bool kWhole>
+  __device__ __forceinline__ auto work(int rows, int columns) const {
+    if constexpr (kWhole) return Constant<true>{};
+    else return warp_m < rows && warp_n < columns;
   }
 
   // The fragments of the step in hand. Those of the next are loaded while this one is multiplied: A's in place as each is
@@ -141,17 +151,17 @@ struct Multiply {
   // `weights` and `next_weights` are this stage's and the next one's.
   // Calls refill, which starts the loads of a later stage part by part, and after the last read of this stage advance,
   // which waits for the next: that one's first step is loaded here too, so that the tensor cores do not wait between stages.
-  // kAll: every warp is active.
-  template <bool kAll, bool kWeighted, typename Refill, typename Advance>
-  __device__ __forceinline__ void stage(int slot, int next_slot, Scale<T, kWeighted>& scale, const unsigned char* weights,
-                                        const unsigned char* next_weights, Refill refill, Advance advance) {
+  template <bool kWeighted, typename Work, typename Refill, typename Advance>
+  __device__ __forceinline__ void stage(Work work, int slot, int next_slot, Scale<T, kWeighted>& scale,
+                                        const unsigned char* weights, const unsigned char* next_weights, Refill refill,
+                                        Advance advance) {
 #pragma unroll
     for (int step = 0; step < kParts; ++step) {
       const bool last = step + 1 == kParts;
       const int now = step % 2, next = 1 - now, next_step = last ? 0 : step + 1;
       refill(step);
       if (last) advance();
-      if (!kAll && !active) continue;
+      if (!work) continue;
       const Scale<T, kWeighted> next_scale(last ? next_weights : weights, next_step * kStep, lane);
 #pragma unroll
       for (int j = 0; j < 4; ++j) load_fragment<kB>(b[next][j], b_at, last ? next_slot : slot, j, next_step);
@@ -170,7 +180,8 @@ struct Multiply {
   }
 
   // Where the sums lie (epilogue.cuh).
-  static constexpr int kRows = 8, kColumns = 16, kRun = 2;
+  static constexpr int kRows = 8, kColumns = 16;
+  static constexpr bool kPairs = true;
   __device__ __forceinline__ int row(int i) const { return warp_m + 8 * i + lane / 4; }
   __device__ __forceinline__ int column(int j) const { return warp_n + j / 2 * 8 + lane % 4 * 2 + j % 2; }
   __device__ __forceinline__ float& sum(int i, int j) { return sums[i / 2][j / 2][i % 2 * 2 + j % 2]; }

@@ -21,13 +21,24 @@ __device__ __forceinline__ T keep(T value) {
   return value;
 }
 
-// Copies 16 bytes, or writes zeros where `live` is false; nothing is read then.
+// Copies 16 or 4 bytes, or writes zeros where `live` is false; nothing is read then.
 __device__ __forceinline__ void copy_16_or_zero(uint32_t shared, const void* global, bool live) {
   asm volatile(
       "{\n"
       ".reg .pred skip;\n"
       "setp.eq.u32 skip, %2, 0;\n"
       "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, skip;\n"
+      "}" ::"r"(shared),
+      "l"(global), "r"(unsigned(live))
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_4_or_zero(uint32_t shared, const void* global, bool live) {
+  asm volatile(
+      "{\n"
+      ".reg .pred skip;\n"
+      "setp.eq.u32 skip, %2, 0;\n"
+      "cp.async.ca.shared.global.L2::128B [%0], [%1], 4, skip;\n"
       "}" ::"r"(shared),
       "l"(global), "r"(unsigned(live))
       : "memory");
@@ -69,6 +80,21 @@ __device__ __forceinline__ void store_shared_16(uint32_t shared, uint4 value) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)
                : "memory");
+}
+
+__device__ __forceinline__ void load_shared_16(float* to, uint32_t shared) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+               : "r"(shared));
+}
+
+__device__ __forceinline__ void store_shared_8(uint32_t shared, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared), "f"(first), "f"(second) : "memory");
+}
+
+// Volatile, so that ptxas doesn't make one store of several.
+__device__ __forceinline__ void store_shared_4(uint32_t shared, float value) {
+  asm volatile("st.volatile.shared.f32 [%0], %1;" ::"r"(shared), "f"(value) : "memory");
 }
 
 #if __CUDA_ARCH__ >= 900

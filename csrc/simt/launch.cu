@@ -4,23 +4,21 @@
 namespace moe::simt {
 namespace {
 
-template <Major kA, Major kB>
-using Form = Multiply<kA, kB, 16, 3, 32>;
-
-template <typename Problem>
-cudaError_t dispatch(const Config& config, const Problem& problem, int sms, cudaStream_t stream) {
-  return config.vectorized ? start_for<Form, true>(config, problem, sms, stream)
-                           : start_for<Form, false>(config, problem, sms, stream);
-}
+template <Major kMajorB>
+using Form = Multiply<kMajorB, 16, 3, 32>;
 
 }  // namespace
 
-cudaError_t launch(const Config& config, const GemmProblem& problem, int sms, cudaStream_t stream) {
-  return dispatch(config, problem, sms, stream);
+cudaError_t launch(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream) {
+  // Rows along k are moved a value at a time, so that for them there is one kernel whatever their alignment.
+  if (problem.w_major == Major::k) return start_gemm<Form<Major::k>, false>(config, problem, blocks, stream);
+  return config.vectorized ? start_gemm<Form<Major::mn>, true>(config, problem, blocks, stream)
+                           : start_gemm<Form<Major::mn>, false>(config, problem, blocks, stream);
 }
 
-cudaError_t launch(const Config& config, const WeightGradProblem& problem, int sms, cudaStream_t stream) {
-  return dispatch(config, problem, sms, stream);
+cudaError_t launch(const Config& config, const WeightGradProblem& problem, int blocks, cudaStream_t stream) {
+  return config.vectorized ? start_weight_grad<Form<Major::mn>, true>(config, problem, blocks, stream)
+                           : start_weight_grad<Form<Major::mn>, false>(config, problem, blocks, stream);
 }
 
 }  // namespace moe::simt

@@ -11,7 +11,7 @@ _OPS = ("gemm", "weight_grad")
 _PATHS = ("fp32", "mma", "wgmma")
 
 # Shared memory in KiB by compute capability: of an SM, and the most that one block may take.
-_SHARED_MEMORY = {
+SHARED_MEMORY = {
     80: (164, 163),
     86: (100, 99),
     87: (164, 163),
@@ -45,38 +45,40 @@ class Config(NamedTuple):
         return f"{self.op}-{self.path}-{tile}" + ("" if self.vectorized else "-unaligned")
 
     def selectable_on(self, arch: int) -> bool:
-        """Whether a GPU of this compute capability (90 for 9.0) has the shared memory for it."""
-        sm, block = _SHARED_MEMORY[arch]
-        fits_block = self.smem_bytes <= block * 1024
-        return fits_block and self.blocks_per_sm * (self.smem_bytes + _RESERVED) <= sm * 1024
+        """Whether a GPU of this compute capability (90 for 9.0) may get it, for the calls that it serves."""
+        per_sm, per_block = (1024 * size for size in SHARED_MEMORY[arch])
+        return ops.config_fits(_like(), configs().index(self), per_block, per_sm, _RESERVED)
 
 
-def _gpu() -> torch.Tensor | None:
-    """A tensor that picks the CUDA ops; None where this variant has none or no GPU is present."""
-    compiled = torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix("config_table"), "CUDA")
-    return torch.empty(0, device="cuda") if compiled and torch.cuda.is_available() else None
+def _like() -> torch.Tensor | None:
+    """A tensor that picks the hooks; None where this variant has no kernels."""
+    compiled = torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix("config_table"), "CPU")
+    return torch.empty(0) if compiled else None
 
 
 def configs() -> list[Config]:
-    """The configurations of the loaded variant, in the order of their indices; none without a GPU."""
-    gpu = _gpu()
-    if gpu is None:
+    """The configurations of the loaded variant, in the order of their indices; none in one for the CPU."""
+    like = _like()
+    if like is None:
         return []
     return [
         Config(_OPS[op], _PATHS[path], *numbers, bool(vectorized))
-        for op, path, *numbers, vectorized in ops.config_table(gpu).tolist()
+        for op, path, *numbers, vectorized in ops.config_table(like).tolist()
     ]
 
 
 @contextlib.contextmanager
-def forced(name: str):
-    """Runs the calls inside with the configuration of this name where it fits their op and dtype."""
+def forced(name: str | None = None, blocks: int = 0):
+    """Runs the calls inside with the configuration of this name where it fits their op and dtype (None: as always).
+
+    No more than `blocks` blocks run at once, so that a small problem too has blocks which take several tiles
+    (0: as always).
+    """
     names = [config.name for config in configs()]
-    if name not in names:
+    if name is not None and name not in names:
         raise ValueError(f"no configuration is called {name!r}; there are {names}")
-    gpu = _gpu()
-    ops.force_config(gpu, names.index(name))
+    ops.force(_like(), -1 if name is None else names.index(name), blocks)
     try:
         yield
     finally:
-        ops.force_config(gpu, -1)
+        ops.force(_like(), -1, 0)

@@ -18,11 +18,14 @@ def unit_rows(t: torch.Tensor) -> torch.Tensor:
 
 
 def _product(a, w, routing, gather, combine, out_dtype, *, row_weight=None, bias=None, dot_with=None, dot=None):
-    """row_weight * (a @ w.T + bias): [S, N] rows, or with combine [T, N]."""
+    """row_weight * (a @ w.T + bias): [S, N] rows, or with combine [T, N]. No out_dtype: nothing but the row dots."""
     row_assignment, offs, top_k, num_tokens = routing
     num_rows, columns = num_tokens * top_k, w.shape[1]
     read = a, w, offs, row_assignment, top_k, gather
     terms = bias, row_weight, dot_with, dot
+    if out_dtype is None:
+        ops.gemm(*read, combine, *terms, None)
+        return None
     if not combine:
         rows = a.new_empty((num_rows, columns), dtype=out_dtype)
         ops.gemm(*read, False, *terms, rows)
@@ -44,22 +47,18 @@ def _product(a, w, routing, gather, combine, out_dtype, *, row_weight=None, bias
 def _row_gradients(dy, x, w, row_weight, bias, routing, gather, combine, need_x, need_row_weight):
     """Gradients to x and, from the same launch, to row_weight: <dy, w x> = <w.T dy, x>."""
     row_assignment, offs, top_k, num_tokens = routing
-    back = dy, w.transpose(1, 2), routing, combine, gather, x.dtype
+    back = dy, w.transpose(1, 2), routing, combine, gather, x.dtype if need_x else None
     if not need_row_weight:
         return _product(*back, row_weight=row_weight), None
     num_rows, sum_dtype = num_tokens * top_k, accumulator_dtype(x.dtype)
     dot = x.new_zeros((-(-x.shape[1] // DOT_COLUMNS), num_rows), dtype=sum_dtype)
-    if need_x or not gather:
-        dx = _product(*back, row_weight=row_weight, dot_with=x, dot=dot)
-    else:
-        dx = None
-        ops.gemm_combine(dy, back[1], offs, row_assignment, top_k, combine, None, row_weight, x, dot, None)
+    dx = _product(*back, row_weight=row_weight, dot_with=x, dot=dot)
     d_row_weight = dot.sum(0)
     if bias is not None:
         of_bias = x.new_empty((num_rows, 1), dtype=sum_dtype)
         ops.gemm(dy, bias[:, None], offs, row_assignment, top_k, combine, True, None, None, None, None, of_bias)
         d_row_weight += of_bias[:, 0]
-    return dx if need_x else None, d_row_weight
+    return dx, d_row_weight
 
 
 def _weight_gradient(dy, x, row_weight, routing, gather, combine, out):

@@ -22,15 +22,15 @@ def moe(
 ) -> torch.Tensor:
     """Mixture of linear experts: ``y[t] = sum over j of topk_weights[t, j] * (x[t] @ W[expert_ids[t, j]].T)``.
 
-    Tokens are gathered while the product reads them and combined while it writes them; nothing of the size of all
-    assignments is stored, in the forward or in the backward.
+    Tokens are gathered while the product reads them and combined while it writes them; on a GPU nothing of the size of
+    all assignments is stored, in the forward or in the backward (but see below for deterministic sums).
 
     Args:
         x: tokens [T, K], float32, bfloat16 or float16 (on the CPU float64 too).
         W: expert weights [E, N, K] in x's dtype. A transposed view, as of [E, K, N] storage, is read in place.
         expert_ids: [T, k] of int8, int16, int32, int64 or uint8. An id outside [0, E) is skipped: it adds nothing to
             the output and its weight and token get a zero gradient from it.
-        topk_weights: [T, k] of any floating dtype; used as float32.
+        topk_weights: [T, k] of float32, bfloat16, float16 or float64; used as float32 (as float64 for float64 x).
         out_dtype: dtype of the result; float32 unless given (float64 for float64 x). The sum over the experts is
             rounded to it once.
 
@@ -40,7 +40,10 @@ def moe(
 
     Results and gradients have the same bits in each run for k <= 2. For larger k the experts of a token are added in
     any order, except under ``torch.use_deterministic_algorithms(True)``, which stores the [T * k, N] rows and adds them
-    in order. Under autocast x and W are cast to its dtype; the result still is float32.
+    in order. Under autocast x and W are cast to its dtype, unless they are float64; the result still is float32.
+
+    In the backward the incoming gradient is rounded to x's dtype, and for the gradient of W so is its product with the
+    routing weight; all sums are taken in float32.
 
     Raises:
         ValueError: for shapes, dtypes or devices that do not agree or are not supported, naming the argument.
@@ -109,7 +112,8 @@ def route(expert_ids: torch.Tensor, num_experts: int) -> Routing:
         A `Routing`; it may be used by any number of calls. The sort is stable and never waits for the GPU.
 
     Raises:
-        ValueError: for a wrong shape, dtype or device, for num_experts < 1 and for T * k of 2**31 and more.
+        ValueError: for a wrong shape, dtype or device, for num_experts outside [1, 2**31) and for T * k of 2**31 and
+            more.
         TypeError: if expert_ids is no tensor or num_experts no int.
 
     Example:
@@ -119,8 +123,8 @@ def route(expert_ids: torch.Tensor, num_experts: int) -> Routing:
     sizes = _check(expert_ids=(expert_ids, "T k", _INTEGERS))
     if isinstance(num_experts, bool) or not isinstance(num_experts, (int, torch.SymInt)):
         raise TypeError(f"num_experts must be an int, but it is of type {type(num_experts).__name__}")
-    if num_experts < 1:
-        raise ValueError(f"num_experts must be at least 1, but it is {num_experts}")
+    if not 1 <= num_experts < 2**31:
+        raise ValueError(f"num_experts must be at least 1 and less than 2**31, but it is {num_experts}")
     _check_num_rows("expert_ids", expert_ids, sizes["T"] * sizes["k"])
     return sort_by_expert(expert_ids, num_experts)
 
@@ -185,7 +189,7 @@ def gemm_combine(
             the CPU float64 too). Rows of skipped ids are not read.
         W: expert weights [E, N, K] in h's dtype. A transposed view, as of [E, K, N] storage, is read in place.
         routing: what `route` returned for these tokens and E experts.
-        topk_weights: [T, k] of any floating dtype; used as float32.
+        topk_weights: [T, k] of float32, bfloat16, float16 or float64; used as float32 (as float64 for float64 x).
         bias: [E, N] in h's dtype, or None.
         out_dtype: dtype of the result; float32 unless given (float64 for float64 h). The sum over the experts is
             rounded to it once.
@@ -274,12 +278,16 @@ def _check(sizes=None, **arguments):
 
 
 def _check_tensor(name, tensor):
-    if type(tensor).__name__ == "DTensor":
-        raise TypeError(f"{name} must be a plain tensor, but it is a DTensor: call .to_local() first")
+    kind = type(tensor).__name__
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, but it is of type {type(tensor).__name__}")
-    if tensor.layout is not torch.strided:
-        raise ValueError(f"{name} must be a strided tensor, but its layout is {tensor.layout}")
+        raise TypeError(f"{name} must be a tensor, but it is of type {kind}")
+    # The ops write into plain results, which such a tensor would do once for each tensor inside it.
+    if hasattr(tensor, "__tensor_flatten__"):
+        hint = ": call .to_local() first" if kind == "DTensor" else ""
+        raise TypeError(f"{name} must be a plain tensor, but it is a {kind}{hint}")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        raise ValueError(f"{name} must be a strided tensor, but its layout is {layout}")
     if tensor.device.type not in _DEVICES:
         raise ValueError(f"{name} must be on a CPU or a CUDA GPU, but it is on {tensor.device}")
 
@@ -305,22 +313,21 @@ def _routing_tensors(routing):
 
 def _operands(**operands):
     """The floating operands as autocast wants them, checked to hold an expert and to have one supported dtype."""
-    if operands["W"].shape[0] < 1:
-        raise ValueError(f"W must hold at least one expert, but its shape is {list(operands['W'].shape)}")
+    if not 1 <= operands["W"].shape[0] < 2**31:
+        found = list(operands["W"].shape)
+        raise ValueError(f"W must hold at least one expert and fewer than 2**31, but its shape is {found}")
     (first, tensor), *_ = operands.items()
-    device = tensor.device.type
+    device, given = tensor.device.type, operands
     if device != "meta" and torch.is_autocast_enabled(device):
         autocast_dtype = torch.get_autocast_dtype(device)
-        operands = {
-            n: t.to(autocast_dtype) if t is not None and t.dtype in _OPERANDS else t for n, t in operands.items()
-        }
+        operands = {n: t.to(autocast_dtype) if t is not None and t.dtype in _OPERANDS else t for n, t in given.items()}
     dtype = operands[first].dtype
     supported = _OPERANDS if device == "cuda" else (*_OPERANDS, torch.float64)
     if dtype not in supported:
         raise ValueError(f"{first} must have one of the dtypes {_names(supported)} on {device}, but it is {dtype}")
     for name, operand in operands.items():
         if operand is not None and operand.dtype is not dtype:
-            raise ValueError(f"{name} must be {dtype} as {first} is, but it is {operand.dtype}")
+            raise ValueError(f"{name} must be {dtype} as {first} is, but it is {given[name].dtype}")
     return operands.values()
 
 
@@ -329,7 +336,7 @@ def _out_dtype(out_dtype, default, operand):
         return default
     supported = (*_OPERANDS, torch.float64) if operand.dtype is torch.float64 else _OPERANDS
     if out_dtype not in supported:
-        raise ValueError(f"out_dtype must be one of {_names(supported)} here, but it is {out_dtype}")
+        raise ValueError(f"out_dtype must be one of {_names(supported)} here, but it is {out_dtype!r}")
     return out_dtype
 
 

@@ -6,6 +6,7 @@ Products are accumulated in float32 (float64 for float64 operands) and rounded o
 import contextlib
 import functools
 import reprlib
+import threading
 
 import torch
 
@@ -14,19 +15,30 @@ from ._ops import add_op_namespace_prefix
 DOT_COLUMNS = 128  # columns summed into one partial of `dot`
 
 
+_ieee_lock, _ieee_users, _precision_before = threading.Lock(), 0, None
+
+
 @contextlib.contextmanager
 def _ieee_float32():
-    """float32 products stay float32, also where torch.set_float32_matmul_precision lets torch's own be less."""
+    """float32 products stay float32, also where torch.set_float32_matmul_precision lets torch's own be less.
+
+    The setting is the process's: the first of the threads that are inside changes it, the last one restores it.
+    """
+    global _ieee_users, _precision_before
     matmul = torch.backends.mkldnn.matmul
-    precision = matmul.fp32_precision
-    if precision in ("none", "ieee"):
-        yield
-        return
-    matmul.fp32_precision = "ieee"
+    with _ieee_lock:
+        _ieee_users += 1
+        if _ieee_users == 1:
+            _precision_before = matmul.fp32_precision
+            if _precision_before != "none":
+                matmul.fp32_precision = "ieee"
     try:
         yield
     finally:
-        matmul.fp32_precision = precision
+        with _ieee_lock:
+            _ieee_users -= 1
+            if _ieee_users == 0 and _precision_before != "none":
+                matmul.fp32_precision = _precision_before
 
 
 def _cpu_kernel(function):
@@ -79,7 +91,8 @@ def _multiply(a, w, offs, row_assignment, top_k, gather, scatter, bias, row_weig
         out.zero_()
     for e, rows in _groups(offs, num_rows):
         assignment = assignments[rows]
-        z = a[assignment // top_k if gather else rows].to(dtype) @ w[e].to(dtype).T
+        # Fresh copies: the bits of a CPU's product depend on where its operands begin.
+        z = a[assignment // top_k if gather else rows].to(dtype, copy=True) @ w[e].to(dtype, copy=True).T
         if bias is not None:
             z += bias[e].to(dtype)
         if dot is not None:
@@ -105,10 +118,9 @@ def gemm(a, w, offs, row_assignment, top_k, gather, scatter, bias, row_weight, d
 @_cpu_kernel
 def gemm_combine(a, w, offs, row_assignment, top_k, gather, bias, row_weight, dot_with, dot, out):
     # A rows buffer, not index_add by expert: the slot order of the additions makes the sum reproducible at any top_k.
-    rows = None if out is None else out.new_empty(row_assignment.shape[0], out.shape[1])
+    rows = out.new_empty(row_assignment.shape[0], out.shape[1])
     _multiply(a, w, offs, row_assignment, top_k, gather, True, bias, row_weight, dot_with, True, dot, rows)
-    if out is not None:
-        _add_slots(rows, top_k, out)
+    _add_slots(rows, top_k, out)
 
 
 @_cpu_kernel
@@ -125,10 +137,10 @@ def weight_grad(x, dy, offs, row_assignment, top_k, gather_x, gather_dy, row_wei
     for e, rows in _groups(offs, num_rows):
         assignment = assignments[rows]
         token = assignment // top_k
-        d = dy[token if gather_dy else rows].to(dtype)
+        d = dy[token if gather_dy else rows].to(dtype, copy=True)
         if row_weight is not None:
             d = (d * row_weight[assignment, None]).to(dy.dtype).to(dtype)  # as the tensor cores read it
-        out[e] += d.T @ x[token if gather_x else rows].to(dtype)
+        out[e] += d.T @ x[token if gather_x else rows].to(dtype, copy=True)
 
 
 @_cpu_kernel

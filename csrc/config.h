@@ -43,10 +43,10 @@ struct Config {
 };
 
 constexpr Config kConfigs[] = {
-    {Op::gemm, Path::fp32, 16, 3, 32, true},        {Op::gemm, Path::fp32, 16, 3, 32, false},
+    {Op::gemm, Path::fp32, 16, 2, 32, true},        {Op::gemm, Path::fp32, 16, 2, 32, false},
     {Op::gemm, Path::mma, 64, 3, 128, true},        {Op::gemm, Path::mma, 32, 3, 32, true},
-    {Op::gemm, Path::mma, 32, 3, 32, false},        {Op::weight_grad, Path::fp32, 16, 3, 32, true},
-    {Op::weight_grad, Path::fp32, 16, 3, 32, false}, {Op::weight_grad, Path::mma, 64, 3, 128, true},
+    {Op::gemm, Path::mma, 32, 3, 32, false},        {Op::weight_grad, Path::fp32, 16, 2, 32, true},
+    {Op::weight_grad, Path::fp32, 16, 2, 32, false}, {Op::weight_grad, Path::mma, 64, 3, 128, true},
     {Op::weight_grad, Path::mma, 32, 3, 32, true},  {Op::weight_grad, Path::mma, 32, 3, 32, false},
 };
 constexpr int kConfigCount = sizeof(kConfigs) / sizeof(kConfigs[0]);

@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
 
     Multiply multiply(shared, shared + kOperandBytes);
     const bool live = tables.tile[slot].expert >= 0;
-    const bool whole = tables.tile[slot].rows > kTile / 2 && columns_of(slot) == kTile;  // every warp has all its work
+    const auto whole = [&] { return tables.tile[slot].rows > kTile / 2 && columns_of(slot) == kTile; };  // work for every warp
     auto scale = multiply.template begin<false>(nullptr);
     const auto trip = [&](auto inside) {
       constexpr bool kInside = inside != 0;
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
       count<kStages, Multiply::kUnrolled>([&](auto s) {
         const auto ahead = s + Constant<kStages - 1>{};
         const auto refill = [&](int part) {
-          if (!kTwoLoops && whole && stage + ahead + 1 < stages) {
+          if (!kTwoLoops && whole() && stage + ahead + 1 < stages) {
             load(Constant<1>{}, slot, ahead, part, kParts);
           } else if (kInside || stage + ahead < stages) {
             load(inside, slot, ahead, part, kParts);
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
       w_from += kAlongK ? kStages * kTileK * sizeof(T) : uint64_t(kStages * kTileK) * p.w_row_bytes;
       stage += kStages;
     };
-    while (kTwoLoops && live && whole && stage + 2 * kStages - 1 < stages) trip(Constant<1>{});
+    while (kTwoLoops && live && whole() && stage + 2 * kStages - 1 < stages) trip(Constant<1>{});
     while (live && stage < stages) trip(Constant<0>{});
     if (looks_up) {
       for (int step = max(stage - looking, 0) / kStages; step < look_up.kSteps; ++step) look_up.run(step, p, tables, slot ^ 1);

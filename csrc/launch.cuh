@@ -1,8 +1,6 @@
 // Starts a persistent kernel: as many blocks as the GPU holds, or fewer where there are fewer tiles.
 #pragma once
 
-#include <algorithm>
-
 #include "gemm.cuh"
 #include "launch.h"
 #include "weight_grad.cuh"
@@ -22,7 +20,7 @@ cudaError_t start(void (*kernel)(Problem), int threads, const Config& config, co
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes());
   if (error != cudaSuccess) return error;
-  kernel<<<unsigned(std::min<int64_t>(wanted, blocks)), threads, config.shared_bytes(), stream>>>(problem);
+  kernel<<<unsigned(wanted < blocks ? wanted : blocks), threads, config.shared_bytes(), stream>>>(problem);
   return cudaGetLastError();
 }
 

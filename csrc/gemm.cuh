@@ -23,12 +23,12 @@ struct alignas(16) GemmTile {
 // What a block knows of tiles while it multiplies. Of the two slots one is the tile in hand, the other the next.
 struct GemmTables {
   GemmTile tile[2];
-  int row[kTile];  // the next tile's assignments, later their sources
+  int row[kTile];  // the assignments of the tile in hand; between tiles those of the next one, then their sources
 };
 
 // Looks up a tile and its assignments, by one warp, in steps of which each uses what the one before asked memory for.
 struct GemmLookUp {
-  static constexpr int kSteps = 4, kOwn = kTile / 32;  // rows a lane looks up
+  static constexpr int kSteps = 3, kOwn = kTile / 32;  // rows a lane looks up
 
   int value[kOwn];  // asked for by the last step
 
@@ -60,12 +60,12 @@ struct GemmLookUp {
         }
         break;
       }
-      case 3: {
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) tables.row[lane + 32 * i] = value[i];
-        break;
-      }
     }
+  }
+
+  __device__ __forceinline__ void publish(GemmTables& tables) const {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) tables.row[threadIdx.x % 32 + 32 * i] = value[i];
   }
 };
 
@@ -95,6 +95,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
   if (looks_up) {
     look_up.value[0] = blockIdx.x;
     for (int step = 1; step < look_up.kSteps; ++step) look_up.run(step, p, tables, 0);
+    look_up.publish(tables);
   }
   __syncthreads();
 
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
   const auto columns_of = [&](int slot) { return min(kTile, p.N - tables.tile[slot].column); };
 
   static_assert(kThreads == kTile, "a thread looks after a row");
-  int own_assignment;
+  int own_assignment;  // not held during the loop
 
   // Turns to the tile in `slot`; all threads together, for the assignments are replaced by the rows' sources.
   const auto aim = [&](int slot) {
@@ -174,10 +175,12 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
       return true;
     });
     advance();
+    tables.row[ptx::keep(threadIdx.x)] = own_assignment;
 
     Multiply multiply(shared, shared + kOperandBytes);
-    const bool live = tables.tile[slot].expert >= 0;
-    const auto whole = [&] { return tables.tile[slot].rows > kTile / 2 && columns_of(slot) == kTile; };  // work for every warp
+    const int end = tables.tile[slot].expert >= 0 ? stages : 0;  // of the stages to multiply
+    // Stages below this one ask no questions: every warp has work and they are not the last one.
+    const int inside_end = tables.tile[slot].rows > kTile / 2 && columns_of(slot) == kTile ? end - 1 : 0;
     auto scale = multiply.template begin<false>(nullptr);
     const auto trip = [&](auto inside) {
       constexpr bool kInside = inside != 0;
@@ -185,7 +188,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
       count<kStages, Multiply::kUnrolled>([&](auto s) {
         const auto ahead = s + Constant<kStages - 1>{};
         const auto refill = [&](int part) {
-          if (!kTwoLoops && whole() && stage + ahead + 1 < stages) {
+          if (!kTwoLoops && stage + ahead < inside_end) {
             load(Constant<1>{}, slot, ahead, part, kParts);
           } else if (kInside || stage + ahead < stages) {
             load(inside, slot, ahead, part, kParts);
@@ -201,19 +204,23 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
       w_from += kAlongK ? kStages * kTileK * sizeof(T) : uint64_t(kStages * kTileK) * p.w_row_bytes;
       stage += kStages;
     };
-    while (kTwoLoops && live && whole() && stage + 2 * kStages - 1 < stages) trip(Constant<1>{});
-    while (live && stage < stages) trip(Constant<0>{});
+    while (kTwoLoops && stage + 2 * kStages - 2 < inside_end) trip(Constant<1>{});
+    while (stage < end) trip(Constant<0>{});
     if (looks_up) {
       for (int step = max(stage - looking, 0) / kStages; step < look_up.kSteps; ++step) look_up.run(step, p, tables, slot ^ 1);
     }
-    const float own_weight = p.epilogue.row_weight && live ? p.epilogue.row_weight[own_assignment] : 1.f;
-    __syncthreads();  // the stages have been read, the next tile is known
+    const unsigned own = ptx::keep(threadIdx.x);  // not held meanwhile either
+    own_assignment = tables.row[own];
+    const bool weighted = p.epilogue.row_weight && tables.tile[slot].expert >= 0;
+    const float own_weight = weighted ? p.epilogue.row_weight[own_assignment] : 1.f;
+    __syncthreads();  // the stages have been read, the next tile is known, the assignments are in registers
+    if (looks_up) look_up.publish(tables);
+    assignment[own] = own_assignment;
+    row_weight[own] = own_weight;
+    __syncthreads();
 
     const GemmTile tile = tables.tile[slot];
     const int columns = columns_of(slot);
-    const unsigned own = ptx::keep(threadIdx.x);  // not held meanwhile either
-    assignment[own] = own_assignment;
-    row_weight[own] = own_weight;
     aim(slot ^ 1);
     fill(slot ^ 1, Constant<0>{});
 

@@ -85,6 +85,16 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("setting", [*PLACES, *forced], ids=str, indirect=True)
 
 
+def pytest_collection_modifyitems(config, items):
+    """Tests that fill the GPU's memory run one after the other also where tests are shared out over processes."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        mark = item.get_closest_marker("gpu")
+        if mark and mark.kwargs.get("memory"):
+            item.add_marker(pytest.mark.xdist_group("memory"))
+
+
 def pytest_runtest_setup(item):
     mark = item.get_closest_marker("gpu")
     if mark is None:

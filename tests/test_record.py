@@ -244,4 +244,5 @@ def test_the_sanitizer_sweep_computes_what_it_checks(monkeypatch):
     torch.manual_seed(0)
     for features, outputs in sanitize_sweep.ALIGNED, sanitize_sweep.UNALIGNED:
         sanitize_sweep.sweep(torch.float32, features, outputs, transposed=True)
+    sanitize_sweep.many_groups(torch.float32)
     assert not torch.are_deterministic_algorithms_enabled()

@@ -37,10 +37,11 @@ def main() -> None:
         if not config.selectable_on(10 * major + minor):
             continue
         for dtype in DTYPES[config.path]:
-            with hooks.forced(config.name, blocks=2):  # each takes many tiles
+            with hooks.forced(config.name, blocks=4):  # each takes several tiles
                 sweep(dtype, *ALIGNED)
                 sweep(dtype, *ALIGNED, transposed=True)
                 sweep(dtype, *UNALIGNED)
+                many_groups(dtype)
             torch.cuda.synchronize()
             print(config.name, dtype, flush=True)
 
@@ -71,13 +72,17 @@ def sweep(dtype: torch.dtype, features: int, outputs: int, transposed: bool = Fa
         y = kernel.gemm_combine(hidden, back, routing, topk_weights, bias=back_bias)
         differentiate(y, x, weight, bias, back, back_bias, topk_weights)
 
-    # Groups that leave rows over, some of them empty; then more groups than the schedule cuts at once.
+    # Groups that leave rows over, some of them empty.
     sizes = torch.tensor([0, 65, 0, 31, 0], device=DEVICE)
     differentiate(kernel.grouped_gemm(x, weight, sizes), x, weight)
-    small, many = random(TOKENS, 16, dtype=dtype), random(1100, 8, 16, dtype=dtype)
+
+
+def many_groups(dtype: torch.dtype) -> None:
+    """More than the schedule cuts at once."""
+    x, weight = random(TOKENS, 16, dtype=dtype), random(1100, 8, 16, dtype=dtype)
     sizes = torch.zeros(1100, dtype=torch.int64, device=DEVICE)
     sizes[::11] = 1
-    differentiate(kernel.grouped_gemm(small, many, sizes), small, many)
+    differentiate(kernel.grouped_gemm(x, weight, sizes), x, weight)
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:

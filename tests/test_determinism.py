@@ -95,6 +95,18 @@ def test_fused_equals_unfused(kernel, device, k, distribution):
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("function", problems.FUNCTIONS)
+def test_memory_of_the_operands_does_not_matter(kernel, function):
+    """On a CPU the bits of a float32 product depend on where its operands begin: not so for what is made of them."""
+    problem = problems.make(function, 33, 65, 7, 9, 2)
+    want = problems.run(kernel, problem)
+    for shift in range(1, 4):
+        shifted = {
+            name: torch.cat([t.new_zeros(shift), t.flatten()])[shift:].view_as(t) for name, t in problem.tensors.items()
+        }
+        same(problems.run(kernel, problem._replace(tensors=shifted)), want)
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_fused_gradients_equal_unfused(kernel, device, k):
     """The gradients to tokens and weights through the unfused path are the fused ones."""

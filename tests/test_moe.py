@@ -4,6 +4,7 @@ import oracle
 import problems
 import pytest
 import torch
+from conftest import load_part
 
 SHAPES = [  # T, K, N, E, k
     (33, 64, 48, 8, 2),
@@ -134,3 +135,20 @@ def test_allocates_no_rows(kernel):
         peak = torch.cuda.max_memory_allocated() - before
         results = T * N * (4 if out_dtype == torch.float32 else 6)
         assert peak <= results + 128 * (T * k + E) + 2**20, (dtype, peak - results)
+
+
+def test_float32_stays_exact_while_another_thread_leaves():
+    """The setting is the process's: the last call that needs it gives it back, not the first that ends."""
+    reference, matmul = load_part("reference"), torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        first, second = reference._ieee_float32(), reference._ieee_float32()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert matmul.fp32_precision == "ieee"
+        second.__exit__(None, None, None)
+        assert matmul.fp32_precision == "bf16"
+    finally:
+        matmul.fp32_precision = before

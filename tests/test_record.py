@@ -184,6 +184,7 @@ def test_a_part_that_fails_is_recorded_and_told(monkeypatch, tmp_path, capsys):
     correctness = [{"name": "moe", "dtype": "fp32", "metric": "max relative", "value": 1e-6, "limit": 1e-5}]
     parts = {"tests": lambda args: (counts, False), "correctness": lambda args: (correctness, True)}
     monkeypatch.setattr(record_gpu, "PARTS", parts)
+    monkeypatch.setattr(record_gpu, "built_from", record_gpu.source_digest)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test 1")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -198,6 +199,11 @@ def test_a_part_that_fails_is_recorded_and_told(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["record_gpu.py", "--output", str(file), "--only", "correctness"])
     assert record_gpu.main() == 0
     assert records.read(file)["tests"] == record["tests"]
+
+    monkeypatch.setattr(record_gpu, "built_from", lambda: BEFORE)
+    with pytest.raises(SystemExit):
+        record_gpu.main()
+    assert "built from other sources" in capsys.readouterr().err
 
 
 def test_a_gpu_names_its_file():

@@ -1,11 +1,11 @@
 // The grouped GEMM: out = A * W[expert]^T over tiles of one expert's rows, rows of A read through an index, rows of the
 // output written through one. `Multiply` says how a stage in shared memory becomes accumulators (simt/, mma/).
 //
-// Only eight warps run on an SM, so that every instruction beside the multiplications costs its latency. Hence the loop
-// is unrolled over the stages, which makes all shared-memory addresses constant offsets; addresses in global memory are
-// held in registers and moved on once a trip; trips of whole tiles away from the end of K ask no questions; and what the
-// next tile needs is looked up, and its first stage loaded, before this one is written. The SM's two blocks do that at
-// different times: one alone reaches nine tenths of the speed of both.
+// Only eight warps run on an SM, so that every instruction beside the multiplications costs its latency. Hence addresses in
+// global memory are held in registers and moved on once a trip; what the next tile needs is looked up, and its first stage
+// loaded, before this one is written; and on the tensor cores (kUnrolled) the loop is unrolled over the stages, which makes
+// all shared-memory addresses constant offsets, and trips of whole tiles away from the end of K ask no questions. The SM's
+// two blocks write their tiles at different times: there one alone reaches nine tenths of the speed of both.
 #pragma once
 
 #include "config.h"

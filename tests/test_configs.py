@@ -82,6 +82,8 @@ def test_same_bits(kernel, forced, function):
 
 def test_forcing_ends(kernel, hooks):
     """Afterwards the choice is automatic again, also when the name was wrong."""
+    every = [config.name for config in hooks.configs()]
+    assert len(set(every)) == len(every)
     names = {setting.config for setting in forced_settings()}
     assert names
     problem = problems.make("moe", 100, 264, 136, 4, 2, torch.bfloat16, "cuda")

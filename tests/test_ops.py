@@ -237,10 +237,11 @@ def test_sizes_up_to_2_31(ops, hooks, dtype):
     most, E = 2**31 - 1, 1024
     ones = torch.ones(1, 8, device="cuda", dtype=dtype).expand(most, 8)
     offs = torch.arange(1, E + 1, device="cuda").mul(2**21).clamp(max=most).int()
-    for setting in [None, *(s.config for s in forced_settings() if s.dtype == dtype)]:
-        with hooks.forced(setting), fenced(E, 8, 8, dtype=torch.float32, device="cuda") as result:
+    names = [s.config for s in forced_settings() if s.dtype == dtype and s.config.startswith("weight_grad")]
+    for name in [None, *names]:
+        with hooks.forced(name), fenced(E, 8, 8, dtype=torch.float32, device="cuda") as result:
             ops.weight_grad(ones, ones, offs, None, 1, False, False, None, False, result)
-            assert (result[:-1] == 2**21).all() and (result[-1] == 2**21 - 1).all(), setting
+            assert (result[:-1] == 2**21).all() and (result[-1] == 2**21 - 1).all(), name
     offs[:] = most  # all in the first group
     W = torch.ones(E, 1, 8, device="cuda", dtype=dtype)
     with fenced(most, 1, dtype=dtype, device="cuda") as result:

@@ -211,6 +211,24 @@ def test_a_missing_compiler_is_one_sentence(tmp_path, arguments, environment, me
     assert not (tmp_path / "build").exists()
 
 
+def test_a_variant_goes_by_the_sources_that_it_has(project_copy):
+    """A build that fails leaves the variant that was there, and what is said of it."""
+    shutil.copytree(ROOT / "tools", project_copy / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def run(tool, *arguments):
+        command = [sys.executable, project_copy / "tools" / tool, *arguments]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    assert run("build.py", "cpu").returncode == 0
+    (noted,) = (project_copy / "build").glob("*.sources.txt")
+    before = noted.read_text()
+    assert before == run("source_digest.py").stdout
+    source = project_copy / "torch-ext" / "torch_binding.cpp"
+    source.write_text(source.read_text() + "#error\n")
+    assert run("build.py", "cpu").returncode == 1
+    assert noted.read_text() == before != run("source_digest.py").stdout
+
+
 def test_source_digest_follows_the_sources(project_copy):
     shutil.copytree(ROOT / "tools", project_copy / "tools", ignore=shutil.ignore_patterns("__pycache__"))
 

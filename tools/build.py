@@ -493,11 +493,9 @@ def build(args: argparse.Namespace) -> Path:
     if args.where:
         print(variant)
         return variant
-    if args.root == ROOT and not args.compile_only:  # for the record of what is measured with it
-        args.output.mkdir(parents=True, exist_ok=True)
-        variant.with_name(f"{variant.name}.sources.txt").write_text(source_digest() + "\n")
     if built_id(variant) == build_id and not args.force and not args.compile_only:
         print(f"{variant} is up to date ({build_id}).")
+        note_sources(variant, args.root)
         return variant
 
     print(f"Building {variant.name}" + (f" for {', '.join(gpus)} with nvcc {cuda.version}" if cuda else ""), flush=True)
@@ -520,7 +518,14 @@ def build(args: argparse.Namespace) -> Path:
         shutil.rmtree(variant, ignore_errors=True)
         folder.rename(variant)
     print(f"Built {variant} ({build_id}) in {time.monotonic() - start:.1f} s.")
+    note_sources(variant, args.root)
     return variant
+
+
+def note_sources(variant: Path, root: Path) -> None:
+    """Says beside a variant of this project which sources it has, for the record of what is measured with it."""
+    if root == ROOT:
+        variant.with_name(f"{variant.name}.sources.txt").write_text(source_digest() + "\n")
 
 
 def print_kernels(kernels: list[Kernel]) -> None:

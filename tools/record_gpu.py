@@ -57,9 +57,8 @@ def main() -> int:
     output = args.output or records.RESULTS / f"{file_name(machine['gpu'])}.json"
     if built_from() != source_digest():
         parser.error("the variant in build/ was built from other sources: run tools/build.py")
-    failed = []
-    if set(parts) == set(PARTS):
-        output.unlink(missing_ok=True)  # nothing of it is kept, and torch may be another one
+    # Of a record that is measured whole nothing is kept: torch may be another one.
+    record, failed = {} if set(parts) == set(PARTS) else records.read(output), []
     for part in parts:
         print(f"== {part}", flush=True)
         stamp = {"source_digest": source_digest(), "date": datetime.date.today().isoformat()}
@@ -68,7 +67,8 @@ def main() -> int:
             measured = [{**item, **stamp} for item in measured]
         else:
             measured = {**measured, **stamp}
-        records.write(output, records.merged(records.read(output), {**machine, part: measured}))
+        record = records.merged(record, {**machine, part: measured})
+        records.write(output, record)
         failed += [] if good else [part]
     print(f"{output}: " + (f"{', '.join(failed)} FAILED" if failed else "all is well"))
     return 1 if failed else 0

@@ -189,7 +189,7 @@ def gemm_combine(
             the CPU float64 too). Rows of skipped ids are not read.
         W: expert weights [E, N, K] in h's dtype. A transposed view, as of [E, K, N] storage, is read in place.
         routing: what `route` returned for these tokens and E experts.
-        topk_weights: [T, k] of float32, bfloat16, float16 or float64; used as float32 (as float64 for float64 x).
+        topk_weights: [T, k] of float32, bfloat16, float16 or float64; used as float32 (as float64 for float64 h).
         bias: [E, N] in h's dtype, or None.
         out_dtype: dtype of the result; float32 unless given (float64 for float64 h). The sum over the experts is
             rounded to it once.

@@ -4,9 +4,11 @@ The kernel always comes through `kernels.get_kernel`. LOCAL_KERNELS points it to
 """
 
 import contextlib
+import fcntl
 import functools
 import importlib
 import os
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ HAS_GPU = torch.cuda.is_available()
 DEVICES = ("cpu", "cuda") if HAS_GPU else ("cpu",)
 DTYPES = {"cpu": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
           "cuda": (torch.float32, torch.bfloat16, torch.float16)}  # fmt: skip
+TURN = pytest.StashKey()
 
 
 @functools.cache
@@ -85,28 +88,26 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("setting", [*PLACES, *forced], ids=str, indirect=True)
 
 
-def pytest_collection_modifyitems(config, items):
-    """Tests that fill the GPU's memory run one after the other also where tests are shared out over processes."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        mark = item.get_closest_marker("gpu")
-        if mark and mark.kwargs.get("memory"):
-            item.add_marker(pytest.mark.xdist_group("memory"))
-
-
 def pytest_runtest_setup(item):
     mark = item.get_closest_marker("gpu")
     if mark is None:
         return
     if not HAS_GPU:
         pytest.skip("needs a GPU")
-    needed = mark.kwargs.get("memory", 0)
-    if needed:
+    if needed := mark.kwargs.get("memory"):
+        # Where tests are shared out over processes, those that fill the GPU's memory take turns.
+        item.stash[TURN] = (Path(tempfile.gettempdir()) / "grouped-gemm-moe-memory-tests.lock").open("w")
+        fcntl.flock(item.stash[TURN], fcntl.LOCK_EX)
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0] / 2**30
         if free < needed:
             pytest.skip(f"needs {needed} GiB of GPU memory, {free:.0f} are free")
+
+
+def pytest_runtest_teardown(item):
+    if turn := item.stash.get(TURN, None):
+        torch.cuda.empty_cache()
+        turn.close()
 
 
 @pytest.fixture(scope="session")

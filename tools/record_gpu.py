@@ -89,7 +89,7 @@ def file_name(gpu: str) -> str:
 def run_tests(args) -> tuple[dict, bool]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "tests.xml"
-        jobs = ["-n", str(args.jobs), "--dist", "loadgroup"] if args.jobs else []
+        jobs = ["-n", str(args.jobs)] if args.jobs else []
         status = python("-m", "pytest", "-q", f"--junitxml={report}", *jobs)
         counts = count_tests(report.read_text() if report.exists() else None, status)
     return counts, not counts["failed"]

@@ -176,8 +176,9 @@ def scaled(rows, weights):
 def last_place(values, dtype):
     """One unit in the last place of each value in dtype, subnormal ones included."""
     info = torch.finfo(dtype)
-    exponent = values.abs().clamp(min=info.smallest_normal).frexp().exponent
-    return torch.ldexp(torch.full_like(values, info.eps), exponent - 1)
+    with torch.cuda.device_of(values):  # torch 2.11's frexp and ldexp go astray on a GPU that is not the current one
+        exponent = values.abs().clamp(min=info.smallest_normal).frexp().exponent
+        return torch.ldexp(torch.full_like(values, info.eps), exponent - 1)
 
 
 def tolerance(operand, result):

@@ -17,6 +17,11 @@ cudaError_t launch_float16(const Config& config, const GemmProblem& problem, int
 cudaError_t launch_float16(const Config& config, const WeightGradProblem& problem, int blocks, cudaStream_t stream);
 }  // namespace mma
 
+namespace wgmma {
+cudaError_t launch_bfloat16(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream);
+cudaError_t launch_float16(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream);
+}  // namespace wgmma
+
 // out[t] = sum over j of rows[t * top_k + j] in the order of j, in float32.
 struct SumRowsProblem {
   int64_t T, N;

@@ -13,6 +13,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "launch.h"
 #include "registration.h"
@@ -55,25 +56,31 @@ struct Launch {
   torch::stable::accelerator::DeviceGuard guard;
   cudaStream_t stream;
   int sms;
-  SharedMemory memory;
+  Gpu gpu;
 
   explicit Launch(const Tensor& tensor) : guard(tensor.get_device_index()) {
     const int device = tensor.get_device_index();
     void* current = nullptr;
     check(aoti_torch_get_current_cuda_stream(device, &current) == AOTI_TORCH_SUCCESS, "no CUDA stream");
     stream = static_cast<cudaStream_t>(current);
-    check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-    check(cudaDeviceGetAttribute(&memory.per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    check(cudaDeviceGetAttribute(&memory.per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-    check(cudaDeviceGetAttribute(&memory.reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
+    const auto get = [&](cudaDeviceAttr attribute) {
+      int value = 0;
+      check(cudaDeviceGetAttribute(&value, attribute, device));
+      return value;
+    };
+    sms = get(cudaDevAttrMultiProcessorCount);
+    gpu.capability = 10 * get(cudaDevAttrComputeCapabilityMajor) + get(cudaDevAttrComputeCapabilityMinor);
+    gpu.shared_per_block = get(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    gpu.shared_per_sm = get(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    gpu.shared_reserved = get(cudaDevAttrReservedSharedMemoryPerBlock);
   }
 };
 
 // Test hooks.
 std::atomic<int> forced_config{-1}, forced_blocks{INT_MAX};
 
-const Config& choose(Op op, DType type, bool aligned, const Launch& launch) {
-  const int index = pick_config(op, type, aligned, launch.memory, forced_config.load());
+const Config& choose(const Call& call, const Launch& launch) {
+  const int index = pick_config(call, launch.gpu, forced_config.load());
   check(index >= 0, "this GPU has too little shared memory");
   return kConfigs[index];
 }
@@ -93,6 +100,16 @@ bool vectorizable(const Tensor& tensor, int64_t contiguous_dimension) {
 bool chunked(const Tensor& tensor, int64_t contiguous_dimension) {
   return tensor.size(contiguous_dimension) * int64_t(tensor.element_size()) % 16 == 0 &&
          vectorizable(tensor, contiguous_dimension);
+}
+
+// Whether the copy engine can bring boxes of an operand that is chunked(): a tensor map has no size and no stride of 0.
+bool boxed(const Tensor& tensor) {
+  bool has = true;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    const int64_t bytes = tensor.stride(i) * int64_t(tensor.element_size());
+    has &= tensor.size(i) > 0 && (tensor.size(i) == 1 || (0 < bytes && bytes < (int64_t(1) << 40)));
+  }
+  return has;
 }
 
 int64_t row_stride(const Tensor& tensor) {
@@ -141,6 +158,12 @@ Tiles schedule(const Tensor& offs, int S, int E, int tile_rows, bool cover_rest,
 template <typename Problem>
 void run(const Config& config, DType type, const Problem& problem, const Launch& launch) {
   const int blocks = std::min(launch.sms * config.blocks_per_sm, forced_blocks.load());
+  if constexpr (std::is_same_v<Problem, GemmProblem>) {
+    if (config.path == Path::wgmma) {
+      return check(type == DType::bfloat16 ? wgmma::launch_bfloat16(config, problem, blocks, launch.stream)
+                                           : wgmma::launch_float16(config, problem, blocks, launch.stream));
+    }
+  }
   switch (type) {
     case DType::float32: return check(simt::launch(config, problem, blocks, launch.stream));
     case DType::bfloat16: return check(mma::launch_bfloat16(config, problem, blocks, launch.stream));
@@ -199,7 +222,10 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
   }
 
   const Launch launch(a);
-  const Config& config = choose(Op::gemm, dtype(a), chunked(a, 1) && chunked(w, p.w_major == Major::k ? 2 : 1), launch);
+  const bool aligned = chunked(a, 1) && chunked(w, p.w_major == Major::k ? 2 : 1);
+  const bool boxes = boxed(w) && (gather || boxed(a)) && (!out || chunked(*out, 1)) && (!bias || chunked(*bias, 1)) &&
+                     (!e.dot_with || chunked(*dot_with, 1));
+  const Config& config = choose({Op::gemm, dtype(a), aligned, boxes}, launch);
   const Tiles tiles = schedule(offs, p.S, p.E, kTile, e.out && destination != Destination::token, launch.stream);
   p.schedule = tiles.schedule;
   run(config, dtype(a), p, launch);
@@ -246,7 +272,7 @@ void weight_grad(const Tensor& x, const Tensor& dy, const Tensor& offs, const Ma
   if (out.numel() == 0) return;
 
   const Launch launch(out);
-  const Config& config = choose(Op::weight_grad, dtype(x), chunked(x, 1) && chunked(dy, 1), launch);
+  const Config& config = choose({Op::weight_grad, dtype(x), chunked(x, 1) && chunked(dy, 1), false}, launch);
   const Tiles tiles = schedule(offs, int(S), p.E, 0, false, launch.stream);
   p.schedule = tiles.schedule;
   run(config, dtype(x), p, launch);
@@ -270,16 +296,16 @@ Tensor config_table(const Tensor&) {
   Tensor table = torch::stable::empty({kConfigCount, kColumns}, ScalarType::Long);
   int64_t* row = static_cast<int64_t*>(table.data_ptr());
   for (const Config& c : kConfigs) {
-    const int64_t values[kColumns] = {int64_t(c.op), int64_t(c.path), kTile,           kTile,       c.tile_k,
+    const int64_t values[kColumns] = {int64_t(c.op), int64_t(c.path),  kTile,           c.tile_columns, c.tile_k,
                                       c.stages,      c.shared_bytes(), c.blocks_per_sm, c.vectorized};
     for (const int64_t value : values) *row++ = value;
   }
   return table;
 }
 
-bool config_fits(const Tensor&, int64_t index, int64_t per_block, int64_t per_sm, int64_t reserved) {
+bool config_runs_on(const Tensor&, int64_t index, int64_t capability, int64_t per_block, int64_t per_sm, int64_t reserved) {
   check(0 <= index && index < kConfigCount, "no such configuration");
-  return fits(kConfigs[index], {int(per_block), int(per_sm), int(reserved)});
+  return runs_on(kConfigs[index], {int(capability), int(per_block), int(per_sm), int(reserved)});
 }
 
 void force(const Tensor&, int64_t index, int64_t blocks) {
@@ -301,6 +327,6 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
 // The test hooks tell of the library, not of a GPU, and answer on a machine without one.
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("config_table", TORCH_BOX(&moe::config_table));
-  ops.impl("config_fits", TORCH_BOX(&moe::config_fits));
+  ops.impl("config_runs_on", TORCH_BOX(&moe::config_runs_on));
   ops.impl("force", TORCH_BOX(&moe::force));
 }

@@ -27,7 +27,7 @@ inline constexpr const char* kSchemas[] = {
     // Test hooks of a library with kernels, answered on the CPU: its configurations, whether one fits a GPU's shared
     // memory, and the choice of one (-1: automatic) and of the most blocks that run at once (0: as many as fit).
     "config_table(Tensor like) -> Tensor",
-    "config_fits(Tensor like, int index, int per_block, int per_sm, int reserved) -> bool",
+    "config_runs_on(Tensor like, int index, int capability, int per_block, int per_sm, int reserved) -> bool",
     "force(Tensor like, int index, int blocks) -> ()",
 };
 

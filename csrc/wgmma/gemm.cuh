@@ -1,0 +1,335 @@
+// The grouped GEMM on Hopper: out = A * W[expert]^T over tiles of 128 rows of one expert by kTileN columns.
+//
+// Three warpgroups. The first brings operands into a ring of stages in shared memory and runs ahead over the tiles; the other
+// two multiply 64 rows each and write their results straight from registers, each in its own time, so that one multiplies
+// while the other writes. Gathered rows come by cp.async, for the copy engine knows no index; whatever else is read comes by
+// the copy engine. The two CTAs of a cluster take neighbouring row tiles, and where these have one expert each brings half
+// of its weights for both: an SM's share of L2 reads is what else would set the pace.
+#pragma once
+
+#include <cuda.h>
+
+#include "../config.h"
+#include "../epilogue.cuh"
+#include "../load.cuh"
+#include "../ptx/barrier.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/wgmma.cuh"
+#include "../schedule.cuh"
+
+namespace moe::wgmma {
+
+constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = kWarpgroup * (1 + kConsumers), kCluster = 2;
+constexpr int kRows = kTile / kConsumers;  // of a consumer
+constexpr int kTileK = 64, kStages = 4;    // a row of a stage is 128 bytes, which are swizzled as one
+// A warpgroup has 64 K / 384 registers a thread at first; copying takes few of them.
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+
+// What the producer tells the consumers of a tile.
+struct Tile {
+  int expert, row, rows, column;  // rows 0: this CTA has none, though the other one has
+  int stages;
+  int done;  // there are no more tiles
+  int assignment[kTile];
+};
+
+// A place in the ring of stages; the parity flips each time around.
+struct Turn {
+  int slot = 0, parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++slot == kStages) slot = 0, parity ^= 1;
+  }
+};
+
+// W is brought in pieces, which the CTAs of a cluster take in turn where they share it: halves of its rows, or where it is
+// contiguous along n 64 columns by half of k.
+template <Major kMajorW, int kTileN>
+struct Pieces {
+  static constexpr bool kAlongK = kMajorW == Major::k;
+  static constexpr int kColumns = kAlongK ? kTileK : 64, kRows = kAlongK ? kTileN / 2 : kTileK / 2;  // of a box
+  static constexpr int kCount = kAlongK ? 2 : kTileN / 64 * 2;
+};
+
+// Of 64 x kTileN accumulators a thread holds pairs of columns of two rows (i), eight rows apart. Two neighbouring threads
+// change pairs for fours: then sums four_at(i, j, 0 ... 3) are neighbouring columns, from fours_column() + 16 j on.
+__device__ __forceinline__ constexpr int four_at(int i, int j, int n) { return (2 * j + n / 2) * 4 + 2 * i + n % 2; }
+__device__ __forceinline__ int fours_column(int lane) { return lane % 2 * 8 + lane % 4 / 2 * 4; }
+
+template <int kSums>
+__device__ __forceinline__ void make_fours(float (&sums)[kSums], int lane) {
+  const bool odd = lane % 2;
+#pragma unroll
+  for (int j = 0; j < kSums / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        float& low = sums[four_at(i, j, n)];
+        float& high = sums[four_at(i, j, n + 2)];
+        const float given = __shfl_xor_sync(~0u, odd ? low : high, 1);
+        low = odd ? given : low;
+        high = odd ? high : given;
+      }
+    }
+  }
+}
+
+template <typename T, Major kMajorW, int kTileN>
+__global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
+    gemm(const __grid_constant__ GemmProblem p, const __grid_constant__ CUtensorMap a_map,
+         const __grid_constant__ CUtensorMap w_map) {
+  constexpr Config kConfig{Op::gemm, Path::wgmma, kTileK, kStages, 0, true, 1, kTileN};
+  constexpr int kBytesA = kTile * kTileK * 2, kBytesW = kTileN * kTileK * 2, kStageBytes = kConfig.stage_bytes();
+  constexpr int kTilesAcross = kStrip * kTile / kTileN;
+  static_assert(sizeof(T) == 2 && kStageBytes == kBytesA + kBytesW);
+  static_assert(kConfig.table_bytes() == sizeof(Tile) + 2 * (kStages + 1) * 8);
+
+  extern __shared__ __align__(1024) unsigned char shared[];
+  Tile& tile = *reinterpret_cast<Tile*>(shared + kConfig.tables_at());
+  const uint32_t stages_at = ptx::shared_address(shared), barriers = ptx::shared_address(&tile + 1);
+  const auto full = [&](int slot) { return barriers + slot * 8; };
+  const auto empty = [&](int slot) { return barriers + (kStages + slot) * 8; };
+  const uint32_t tile_full = barriers + 2 * kStages * 8, tile_empty = tile_full + 8;
+  const int rank = ptx::cluster_rank();
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < kStages; ++slot) {
+      ptx::barrier_init(full(slot), p.a.gather ? kWarpgroup + 1 : 1);  // every copying thread, and who asks the copy engine
+      ptx::barrier_init(empty(slot), kCluster * kConsumers * 4);       // every consuming warp of the cluster
+    }
+    ptx::barrier_init(tile_full, kWarpgroup);
+    ptx::barrier_init(tile_empty, kConsumers * kWarpgroup);
+    ptx::barrier_init_fence();
+  }
+  ptx::cluster_barrier();
+
+  const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
+  const int warp = thread / 32, lane = thread % 32;
+  Turn turn;
+  int tile_parity = 0;
+  if (warpgroup == 0) {
+    ptx::release_registers<kProducerRegisters>();
+    const int row_tiles = *p.schedule.tile_count, row_pairs = pieces(row_tiles, kCluster), column_tiles = pieces(p.N, kTileN);
+    const int all_stages = pieces(p.K, kTileK);
+
+    // The next tile, looked up in two steps, of which the second uses what the first one asked memory for.
+    int number = blockIdx.x / kCluster;
+    bool done;
+    RowTile rows;
+    int other_expert, column, assignment;  // the other CTA's expert; the assignment of row `thread`
+    const auto look_up = [&](int step) {
+      if (step == 0) {
+        done = number >= row_pairs * column_tiles;
+        const TilePosition position = tile_position<kTilesAcross>(done ? 0 : number, max(row_pairs, 1), column_tiles);
+        const int own = position.row_tile * kCluster + rank, other = own ^ 1;
+        const RowTile none{-1, 0, 0, 0};
+        rows = !done && own < row_tiles ? p.schedule.tiles[own] : none;
+        other_expert = !done && other < row_tiles ? p.schedule.tiles[other].expert : -1;
+        column = position.column_tile * kTileN;
+        number += gridDim.x / kCluster;
+      } else {
+        const int row = rows.row + (thread < rows.rows ? thread : 0);
+        assignment = p.map.row_assignment && rows.rows ? p.map.row_assignment[row] : row;
+      }
+    };
+    look_up(0);
+    look_up(1);
+
+    // A thread copies a 16-byte chunk of every 16th row.
+    constexpr int kCopied = kTile / 16;
+    const int chunk = thread % 8, first = thread / 8;
+    const uint32_t to = stages_at + first * 128 + (chunk ^ first % 8) * 16;
+    // The sources of the stages of a trip differ by constants, which costs no instruction.
+    constexpr int kTrip = 4;
+
+    for (;; tile_parity ^= 1) {
+      const bool live = rows.expert >= 0, shares = live && rows.expert == other_expert;
+      const int stages = live || other_expert >= 0 ? all_stages : 0;  // the cluster's two CTAs go through the ring together
+      ptx::barrier_wait(tile_empty, tile_parity ^ 1);
+      ptx::named_barrier(1, kWarpgroup);  // every producing thread has read the sources of the tile before
+      if (thread == 0) {
+        tile.expert = rows.expert, tile.row = rows.row, tile.rows = rows.rows, tile.column = column;
+        tile.stages = stages, tile.done = done;
+      }
+      tile.assignment[thread] = assignment;
+      ptx::barrier_arrive(tile_full);
+      if (done) break;
+
+      ptx::named_barrier(1, kWarpgroup);  // they read the tile too
+      const char* from[kCopied];
+      if (p.a.gather) {
+#pragma unroll
+        for (int i = 0; i < kCopied; ++i) {
+          from[i] = row_address(p.a.data + chunk * 16, tile.assignment[first + i * 16] / p.map.top_k, p.a.row_bytes);
+        }
+      }
+      int step = 0;
+#pragma unroll 1
+      for (int begin = 0; begin < stages || step < 2; begin += kTrip) {
+#pragma unroll
+        for (int s = 0; s < kTrip; ++s) {
+          if (begin + s >= stages) break;
+          const int k = (begin + s) * kTileK;
+          const uint32_t a = stages_at + turn.slot * kStageBytes, w = a + kBytesA, landed = full(turn.slot);
+          ptx::barrier_wait(empty(turn.slot), turn.parity ^ 1);
+          if (lane == 0 && warp == s) {
+            if (live) {
+              ptx::barrier_arrive_expecting(landed, kBytesW + (p.a.gather ? 0 : kBytesA));
+              if (!p.a.gather) ptx::load_box(a, &a_map, landed, k, tile.row);
+              using Piece = Pieces<kMajorW, kTileN>;
+#pragma unroll 1
+              for (int piece = shares ? rank : 0; piece < Piece::kCount; piece += shares ? kCluster : 1) {
+                // From the start of the tile; boxes of 128 bytes a row lie one after the other.
+                const int n = Piece::kAlongK ? piece * Piece::kRows : piece / 2 * 64;
+                const int depth = Piece::kAlongK ? 0 : piece % 2 * Piece::kRows;
+                const int x = Piece::kAlongK ? k : tile.column + n, y = Piece::kAlongK ? tile.column + n : k + depth;
+                if (shares) {
+                  ptx::load_box_for_all<kCluster>(w + (n + depth) * 128, &w_map, landed, x, y, tile.expert);
+                } else {
+                  ptx::load_box(w + (n + depth) * 128, &w_map, landed, x, y, tile.expert);
+                }
+              }
+            } else {
+              ptx::barrier_arrive(landed);
+            }
+          }
+          if (p.a.gather) {
+            const bool inside = live && k + chunk * 8 < p.K;
+            const uint32_t slot_to = to + turn.slot * kStageBytes;
+#pragma unroll
+            for (int i = 0; i < kCopied; ++i) ptx::copy_16_or_zero(slot_to + i * 16 * 128, from[i] + s * 128, inside);
+            ptx::barrier_arrive_after_copies(landed);
+          }
+          turn.advance();
+        }
+#pragma unroll
+        for (int i = 0; i < kCopied; ++i) from[i] += kTrip * 128;
+        if (step < 2) look_up(step++);
+      }
+    }
+  } else {
+    ptx::take_registers<kConsumerRegisters>();
+    const int consumer = warpgroup - 1;
+    const auto row_of = [&](int i) { return consumer * kRows + warp * 16 + i * 8 + lane / 4; };  // this thread's two rows
+    const auto release = [&](int slot) {
+      if (lane < kCluster) ptx::barrier_arrive_cluster(ptx::barrier_of(empty(slot), lane));
+    };
+    for (;; tile_parity ^= 1) {
+      ptx::barrier_wait(tile_full, tile_parity);
+      if (tile.done) break;
+      const int expert = tile.expert, row = tile.row, rows = tile.rows, column = tile.column, stages = tile.stages;
+      const bool works = expert >= 0 && rows > consumer * kRows;
+      int assignment[2];
+      float weight[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        assignment[i] = tile.assignment[row_of(i)];
+        weight[i] = p.epilogue.row_weight && works ? p.epilogue.row_weight[assignment[i]] : 1.f;
+      }
+      ptx::barrier_arrive(tile_empty);
+
+      float sums[kTileN / 2] = {};
+      if (works) {
+        int running = -1;  // the slot whose products may not have ended
+#pragma unroll 1
+        for (int s = 0; s < stages; ++s, turn.advance()) {
+          ptx::barrier_wait(full(turn.slot), turn.parity);
+          ptx::fence_shared_for_wgmma();  // cp.async writes as threads do
+          const uint32_t a = stages_at + turn.slot * kStageBytes + consumer * kRows * 128;
+          const uint32_t w = stages_at + turn.slot * kStageBytes + kBytesA;
+          ptx::wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < kTileK; k += 16) {
+            // Eight rows of 128 bytes are one core; where n is contiguous, cores of 64 columns lie a whole stage apart.
+            const uint64_t a_matrix = ptx::matrix_descriptor(a + k * 2, 0, 8 * 128);
+            const uint64_t w_matrix = kMajorW == Major::k ? ptx::matrix_descriptor(w + k * 2, 0, 8 * 128)
+                                                          : ptx::matrix_descriptor(w + k * 128, kTileK * 128, 8 * 128);
+            ptx::Wgmma<T, kTileN, kMajorW == Major::mn>::multiply(sums, a_matrix, w_matrix);
+          }
+          ptx::wgmma_commit();
+          ptx::wgmma_wait<1>();
+          if (running >= 0) release(running);
+          running = turn.slot;
+        }
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_done(sums);
+        if (running >= 0) release(running);
+      } else {
+#pragma unroll 1
+        for (int s = 0; s < stages; ++s, turn.advance()) {
+          ptx::barrier_wait(full(turn.slot), turn.parity);
+          release(turn.slot);
+        }
+      }
+      if (rows <= consumer * kRows) continue;
+
+      const Epilogue& to = p.epilogue;
+      constexpr int kFours = kTileN / 16;  // of each of a thread's rows
+      make_fours(sums, lane);
+      const int own_column = column + fours_column(lane);
+      const auto inside = [&](int j) { return own_column + j * 16 < p.N; };
+      if (to.bias && works) {
+        const T* bias = static_cast<const T*>(to.bias) + expert * to.bias_stride + own_column;
+#pragma unroll
+        for (int j = 0; j < kFours; ++j) {
+          const Four<T> four = load_4(bias + j * 16, inside(j) ? 4 : 0, true);
+#pragma unroll
+          for (int n = 0; n < 4; ++n) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) sums[four_at(i, j, n)] += float(four.value[n]);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool own = row_of(i) < rows;
+        const int64_t own_row = row + row_of(i), token = assignment[i] / p.map.top_k;
+        if (to.dot_with && works) {
+          const T* with = static_cast<const T*>(to.dot_with) + own_column;
+          with += (to.destination == Destination::row ? own_row : token) * to.dot_with_stride;
+#pragma unroll
+          for (int block = 0; block < kTileN / kTile; ++block) {
+            float dot = 0.f;
+#pragma unroll
+            for (int four_of_block = 0; four_of_block < kTile / 16; ++four_of_block) {
+              const int j = block * (kTile / 16) + four_of_block;
+              const Four<T> four = load_4(with + j * 16, own && inside(j) ? 4 : 0, true);
+#pragma unroll
+              for (int n = 0; n < 4; ++n) dot = fmaf(sums[four_at(i, j, n)], float(four.value[n]), dot);
+            }
+            dot += __shfl_xor_sync(~0u, dot, 1);
+            dot += __shfl_xor_sync(~0u, dot, 2);
+            const int number = column / kTile + block;
+            if (own && lane % 4 == 0 && number * kTile < p.N) to.dot[int64_t(number) * p.S + assignment[i]] = dot;
+          }
+        }
+        if (!to.out || !own) continue;
+        const auto weighted = [&](int j) {
+          Four<float> four;
+#pragma unroll
+          for (int n = 0; n < 4; ++n) four.value[n] = sums[four_at(i, j, n)] * weight[i];
+          return four;
+        };
+        if (to.destination == Destination::token) {
+          float* out = static_cast<float*>(to.out) + token * to.out_stride + own_column;
+#pragma unroll
+          for (int j = 0; j < kFours; ++j) {
+            if (inside(j)) ptx::add_16(out + j * 16, weighted(j).value);
+          }
+        } else {
+          const int64_t out_row = to.destination == Destination::row ? own_row : assignment[i];
+          typed(to.out, to.out_type, [&](auto* out) {
+            out += out_row * to.out_stride + own_column;
+#pragma unroll
+            for (int j = 0; j < kFours; ++j) {
+              if (inside(j)) store_4(out + j * 16, weighted(j), 4, true);
+            }
+          });
+        }
+      }
+    }
+  }
+  ptx::cluster_barrier();  // a CTA's shared memory outlives what the other one sends there
+}
+
+}  // namespace moe::wgmma

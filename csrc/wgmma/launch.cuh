@@ -1,0 +1,81 @@
+// Tensor maps and launches of the Hopper kernels, for one operand type (launch_bf16.cu, launch_fp16.cu).
+#pragma once
+
+#include <cudaTypedefs.h>
+
+#include <type_traits>
+
+#include "../launch.h"
+#include "../schedule.cuh"
+#include "gemm.cuh"
+
+namespace moe::wgmma {
+
+// The driver's encoder, found at run time, so that the library loads where there is no driver.
+inline PFN_cuTensorMapEncodeTiled_v12000 encoder() {
+  static const auto found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? function : nullptr;
+  }();
+  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
+}
+
+struct Dimension {
+  uint64_t size, bytes;  // from one to the next; the first one is contiguous
+};
+
+// A map of 16-bit values, whose boxes land in shared memory with their rows of 128 bytes swizzled.
+template <typename T, int kDimensions>
+cudaError_t make_map(CUtensorMap* map, const void* data, const Dimension (&dimensions)[kDimensions], int columns, int rows) {
+  cuuint64_t sizes[kDimensions], strides[kDimensions];
+  cuuint32_t box[kDimensions], steps[kDimensions];
+  for (int i = 0; i < kDimensions; ++i) {
+    sizes[i] = dimensions[i].size;
+    // A dimension of one element has no stride to speak of, but is asked for one.
+    strides[i] = dimensions[i].size > 1 ? dimensions[i].bytes : 16;
+    box[i] = i == 0 ? columns : i == 1 ? rows : 1;
+    steps[i] = 1;
+  }
+  const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  if (!encoder()) return cudaErrorInsufficientDriver;
+  const CUresult result = encoder()(map, type, kDimensions, const_cast<void*>(data), sizes, strides + 1, box, steps,
+                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+template <typename T, Major kMajorW, int kTileN>
+cudaError_t start(const Config& config, const GemmProblem& p, int blocks, cudaStream_t stream) {
+  const int64_t pairs = (max_row_tiles(p.S, p.E, kTile) + kCluster - 1) / kCluster * pieces(p.N, kTileN);
+  if (pairs == 0) return cudaSuccess;
+  if (pairs >= (int64_t(1) << 31) - (1 << 20)) return cudaErrorInvalidConfiguration;  // tiles are counted in 32 bits
+  CUtensorMap a_map{}, w_map;
+  if (!p.a.gather) {
+    const Dimension dimensions[] = {{uint64_t(p.K), 0}, {uint64_t(p.S), p.a.row_bytes}};
+    if (const cudaError_t error = make_map<T>(&a_map, p.a.data, dimensions, kTileK, kTile)) return error;
+  }
+  using Piece = Pieces<kMajorW, kTileN>;
+  const uint64_t N = p.N, K = p.K;
+  const Dimension dimensions[] = {
+      {Piece::kAlongK ? K : N, 0}, {Piece::kAlongK ? N : K, p.w_row_bytes}, {uint64_t(p.E), uint64_t(p.w_expert_bytes)}};
+  if (const cudaError_t error = make_map<T>(&w_map, p.w, dimensions, Piece::kColumns, Piece::kRows)) return error;
+
+  const auto kernel = gemm<T, kMajorW, kTileN>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes());
+  if (error != cudaSuccess) return error;
+  const int64_t clusters = pairs < blocks / kCluster ? pairs : blocks / kCluster;
+  kernel<<<unsigned(clusters > 0 ? clusters : 1) * kCluster, kThreads, config.shared_bytes(), stream>>>(p, a_map, w_map);
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t launch(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream) {
+  return problem.w_major == Major::k ? start<T, Major::k, 256>(config, problem, blocks, stream)
+                                     : start<T, Major::mn, 256>(config, problem, blocks, stream);
+}
+
+}  // namespace moe::wgmma

@@ -19,7 +19,9 @@ cudaError_t launch_float16(const Config& config, const WeightGradProblem& proble
 
 namespace wgmma {
 cudaError_t launch_bfloat16(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream);
+cudaError_t launch_bfloat16(const Config& config, const WeightGradProblem& problem, int blocks, cudaStream_t stream);
 cudaError_t launch_float16(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream);
+cudaError_t launch_float16(const Config& config, const WeightGradProblem& problem, int blocks, cudaStream_t stream);
 }  // namespace wgmma
 
 // out[t] = sum over j of rows[t * top_k + j] in the order of j, in float32.

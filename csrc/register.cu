@@ -13,7 +13,6 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 
 #include "launch.h"
 #include "registration.h"
@@ -158,11 +157,9 @@ Tiles schedule(const Tensor& offs, int S, int E, int tile_rows, bool cover_rest,
 template <typename Problem>
 void run(const Config& config, DType type, const Problem& problem, const Launch& launch) {
   const int blocks = std::min(launch.sms * config.blocks_per_sm, forced_blocks.load());
-  if constexpr (std::is_same_v<Problem, GemmProblem>) {
-    if (config.path == Path::wgmma) {
-      return check(type == DType::bfloat16 ? wgmma::launch_bfloat16(config, problem, blocks, launch.stream)
-                                           : wgmma::launch_float16(config, problem, blocks, launch.stream));
-    }
+  if (config.path == Path::wgmma) {
+    return check(type == DType::bfloat16 ? wgmma::launch_bfloat16(config, problem, blocks, launch.stream)
+                                         : wgmma::launch_float16(config, problem, blocks, launch.stream));
   }
   switch (type) {
     case DType::float32: return check(simt::launch(config, problem, blocks, launch.stream));
@@ -272,7 +269,8 @@ void weight_grad(const Tensor& x, const Tensor& dy, const Tensor& offs, const Ma
   if (out.numel() == 0) return;
 
   const Launch launch(out);
-  const Config& config = choose({Op::weight_grad, dtype(x), chunked(x, 1) && chunked(dy, 1), false}, launch);
+  const bool aligned = chunked(x, 1) && chunked(dy, 1);
+  const Config& config = choose({Op::weight_grad, dtype(x), aligned, aligned && chunked(out, transposed ? 1 : 2)}, launch);
   const Tiles tiles = schedule(offs, int(S), p.E, 0, false, launch.stream);
   p.schedule = tiles.schedule;
   run(config, dtype(x), p, launch);

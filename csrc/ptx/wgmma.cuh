@@ -62,6 +62,16 @@ struct Wgmma;
     }                                                                                                                  \
   };
 
+// The same with a from registers, as load_matrix_transposed() brings 16 x 16 of it to each warp.
+#define MOE_WGMMA_REGISTERS(TYPE, NAME, N, LIST, A, B, ACROSS, ...)                                                    \
+  template <bool kBAcross>                                                                                             \
+  __device__ __forceinline__ void multiply_registers(float (&c)[N / 2], const uint32_t (&a)[4], uint64_t b, TYPE) {    \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" LIST "}, " A ", " B              \
+                 ", 1, 1, 1, " ACROSS ";"                                                                              \
+                 : __VA_ARGS__                                                                                         \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(kBAcross)));                            \
+  }
+
 #define MOE_LIST_64 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -82,7 +92,11 @@ MOE_WGMMA(__half, "f16", 128, MOE_LIST_64, "%64", "%65", "%66", MOE_WGMMA_32(c, 
 MOE_WGMMA(__nv_bfloat16, "bf16", 256, MOE_LIST_128, "%128", "%129", "%130", MOE_WGMMA_32(c, 0), MOE_WGMMA_32(c, 32), MOE_WGMMA_32(c, 64), MOE_WGMMA_32(c, 96))
 MOE_WGMMA(__half, "f16", 256, MOE_LIST_128, "%128", "%129", "%130", MOE_WGMMA_32(c, 0), MOE_WGMMA_32(c, 32), MOE_WGMMA_32(c, 64), MOE_WGMMA_32(c, 96))
 
+MOE_WGMMA_REGISTERS(__nv_bfloat16, "bf16", 256, MOE_LIST_128, "{%128, %129, %130, %131}", "%132", "%133", MOE_WGMMA_32(c, 0), MOE_WGMMA_32(c, 32), MOE_WGMMA_32(c, 64), MOE_WGMMA_32(c, 96))
+MOE_WGMMA_REGISTERS(__half, "f16", 256, MOE_LIST_128, "{%128, %129, %130, %131}", "%132", "%133", MOE_WGMMA_32(c, 0), MOE_WGMMA_32(c, 32), MOE_WGMMA_32(c, 64), MOE_WGMMA_32(c, 96))
+
 #undef MOE_WGMMA
+#undef MOE_WGMMA_REGISTERS
 #undef MOE_WGMMA_8
 #undef MOE_WGMMA_32
 #undef MOE_LIST_64

@@ -16,14 +16,11 @@
 #include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include "../schedule.cuh"
+#include "warpgroups.cuh"
 
 namespace moe::wgmma {
 
-constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = kWarpgroup * (1 + kConsumers), kCluster = 2;
-constexpr int kRows = kTile / kConsumers;  // of a consumer
-constexpr int kTileK = 64, kStages = 4;    // a row of a stage is 128 bytes, which are swizzled as one
-// A warpgroup has 64 K / 384 registers a thread at first; copying takes few of them.
-constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+constexpr int kCluster = 2;
 
 // What the producer tells the consumers of a tile.
 struct Tile {
@@ -31,15 +28,6 @@ struct Tile {
   int stages;
   int done;  // there are no more tiles
   int assignment[kTile];
-};
-
-// A place in the ring of stages; the parity flips each time around.
-struct Turn {
-  int slot = 0, parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++slot == kStages) slot = 0, parity ^= 1;
-  }
 };
 
 // W is brought in pieces, which the CTAs of a cluster take in turn where they share it: halves of its rows, or where it is
@@ -50,30 +38,6 @@ struct Pieces {
   static constexpr int kColumns = kAlongK ? kTileK : 64, kRows = kAlongK ? kTileN / 2 : kTileK / 2;  // of a box
   static constexpr int kCount = kAlongK ? 2 : kTileN / 64 * 2;
 };
-
-// Of 64 x kTileN accumulators a thread holds pairs of columns of two rows (i), eight rows apart. Two neighbouring threads
-// change pairs for fours: then sums four_at(i, j, 0 ... 3) are neighbouring columns, from fours_column() + 16 j on.
-__device__ __forceinline__ constexpr int four_at(int i, int j, int n) { return (2 * j + n / 2) * 4 + 2 * i + n % 2; }
-__device__ __forceinline__ int fours_column(int lane) { return lane % 2 * 8 + lane % 4 / 2 * 4; }
-
-template <int kSums>
-__device__ __forceinline__ void make_fours(float (&sums)[kSums], int lane) {
-  const bool odd = lane % 2;
-#pragma unroll
-  for (int j = 0; j < kSums / 8; ++j) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        float& low = sums[four_at(i, j, n)];
-        float& high = sums[four_at(i, j, n + 2)];
-        const float given = __shfl_xor_sync(~0u, odd ? low : high, 1);
-        low = odd ? given : low;
-        high = odd ? high : given;
-      }
-    }
-  }
-}
 
 template <typename T, Major kMajorW, int kTileN>
 __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)

@@ -5,9 +5,10 @@
 
 #include <type_traits>
 
-#include "../launch.h"
 #include "../schedule.cuh"
+#include "../start.cuh"
 #include "gemm.cuh"
+#include "weight_grad.cuh"
 
 namespace moe::wgmma {
 
@@ -48,10 +49,7 @@ cudaError_t make_map(CUtensorMap* map, const void* data, const Dimension (&dimen
 }
 
 template <typename T, Major kMajorW, int kTileN>
-cudaError_t start(const Config& config, const GemmProblem& p, int blocks, cudaStream_t stream) {
-  const int64_t pairs = (max_row_tiles(p.S, p.E, kTile) + kCluster - 1) / kCluster * pieces(p.N, kTileN);
-  if (pairs == 0) return cudaSuccess;
-  if (pairs >= (int64_t(1) << 31) - (1 << 20)) return cudaErrorInvalidConfiguration;  // tiles are counted in 32 bits
+cudaError_t start_gemm(const Config& config, const GemmProblem& p, int blocks, cudaStream_t stream) {
   CUtensorMap a_map{}, w_map;
   if (!p.a.gather) {
     const Dimension dimensions[] = {{uint64_t(p.K), 0}, {uint64_t(p.S), p.a.row_bytes}};
@@ -63,19 +61,20 @@ cudaError_t start(const Config& config, const GemmProblem& p, int blocks, cudaSt
       {Piece::kAlongK ? K : N, 0}, {Piece::kAlongK ? N : K, p.w_row_bytes}, {uint64_t(p.E), uint64_t(p.w_expert_bytes)}};
   if (const cudaError_t error = make_map<T>(&w_map, p.w, dimensions, Piece::kColumns, Piece::kRows)) return error;
 
-  const auto kernel = gemm<T, kMajorW, kTileN>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.shared_bytes());
-  if (error != cudaSuccess) return error;
-  const int64_t clusters = pairs < blocks / kCluster ? pairs : blocks / kCluster;
-  kernel<<<unsigned(clusters > 0 ? clusters : 1) * kCluster, kThreads, config.shared_bytes(), stream>>>(p, a_map, w_map);
-  return cudaGetLastError();
+  const int64_t pairs = (max_row_tiles(p.S, p.E, kTile) + kCluster - 1) / kCluster * pieces(p.N, kTileN);
+  return start<kCluster>(gemm<T, kMajorW, kTileN>, kThreads, config, pairs, blocks, stream, p, a_map, w_map);
 }
 
 template <typename T>
 cudaError_t launch(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream) {
-  return problem.w_major == Major::k ? start<T, Major::k, 256>(config, problem, blocks, stream)
-                                     : start<T, Major::mn, 256>(config, problem, blocks, stream);
+  return problem.w_major == Major::k ? start_gemm<T, Major::k, 256>(config, problem, blocks, stream)
+                                     : start_gemm<T, Major::mn, 256>(config, problem, blocks, stream);
+}
+
+template <typename T>
+cudaError_t launch(const Config& config, const WeightGradProblem& problem, int blocks, cudaStream_t stream) {
+  const int64_t tiles = int64_t(problem.E) * pieces(problem.M, kTile) * pieces(problem.N, kGradColumns);
+  return start(weight_grad<T>, kThreads, config, tiles, blocks, stream, problem);
 }
 
 }  // namespace moe::wgmma

@@ -6,4 +6,8 @@ cudaError_t launch_float16(const Config& config, const GemmProblem& problem, int
   return launch<__half>(config, problem, blocks, stream);
 }
 
+cudaError_t launch_float16(const Config& config, const WeightGradProblem& problem, int blocks, cudaStream_t stream) {
+  return launch<__half>(config, problem, blocks, stream);
+}
+
 }  // namespace moe::wgmma

@@ -40,14 +40,14 @@ struct Config {
   }
   __host__ __device__ constexpr int table_bytes() const {
     // On wgmma what the producer tells of a tile, then the barriers.
-    if (path == Path::wgmma) return (op == Op::gemm ? 24 + kTile * 4 : 32 + stages * tile_k * 4) + 2 * (stages + 1) * 8;
+    if (path == Path::wgmma) return (op == Op::gemm ? 2 * (32 + kTile * 12 + 16) : 32 + stages * tile_k * 4 + 16) + 2 * stages * 8;
     return op == Op::gemm ? 2 * 16 + kTile * 4 : 48 + (2 * stages + 1) * tile_k * 4;
   }
   __host__ __device__ constexpr int shared_bytes() const { return tables_at() + table_bytes(); }
 };
 
 constexpr Config kConfigs[] = {
-    {Op::gemm, Path::wgmma, 64, 4, 0, true, 1, 256},
+    {Op::gemm, Path::wgmma, 64, 5, 0, true, 1, 192},
     {Op::gemm, Path::fp32, 16, 2, 32, true},        {Op::gemm, Path::fp32, 16, 2, 32, false},
     {Op::gemm, Path::mma, 64, 3, 128, true},        {Op::gemm, Path::mma, 32, 3, 32, true},
     {Op::gemm, Path::mma, 32, 3, 32, false},        {Op::weight_grad, Path::wgmma, 64, 4, 0, true, 1, 256}, {Op::weight_grad, Path::fp32, 16, 2, 32, true},

@@ -11,6 +11,7 @@
 namespace moe {
 
 enum class DType { float32, bfloat16, float16 };
+__host__ __device__ constexpr int size_of(DType type) { return type == DType::float32 ? 4 : 2; }
 
 // The dimension of a matrix operand that is contiguous in memory: the summed one, or that of the output.
 enum class Major { k, mn };

@@ -20,26 +20,31 @@
 
 namespace moe::wgmma {
 
-constexpr int kCluster = 2;
+constexpr int kCluster = 2, kTileN = 192, kStages = 5;
+// Of an SM's 64 K registers a thread of 384 gets 168 at first; bringing takes few of them, multiplying many.
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 // What the producer tells the consumers of a tile.
 struct Tile {
   int expert, row, rows, column;  // rows 0: this CTA has none, though the other one has
-  int stages;
-  int done;  // there are no more tiles
-  int assignment[kTile];
+  int stages, slot, parity;       // how many, and where in the ring the first one is
+  int done;                       // there are no more tiles
+  int assignment[kTile], token[kTile];
+  float weight[kTile];
 };
+
 
 // W is brought in pieces, which the CTAs of a cluster take in turn where they share it: halves of its rows, or where it is
 // contiguous along n 64 columns by half of k.
-template <Major kMajorW, int kTileN>
+template <Major kMajorW>
 struct Pieces {
   static constexpr bool kAlongK = kMajorW == Major::k;
   static constexpr int kColumns = kAlongK ? kTileK : 64, kRows = kAlongK ? kTileN / 2 : kTileK / 2;  // of a box
   static constexpr int kCount = kAlongK ? 2 : kTileN / 64 * 2;
 };
 
-template <typename T, Major kMajorW, int kTileN>
+// kTerm: there is a bias or a row dot, not both.
+template <typename T, Major kMajorW, bool kTerm>
 __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     gemm(const __grid_constant__ GemmProblem p, const __grid_constant__ CUtensorMap a_map,
          const __grid_constant__ CUtensorMap w_map) {
@@ -47,40 +52,42 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   constexpr int kBytesA = kTile * kTileK * 2, kBytesW = kTileN * kTileK * 2, kStageBytes = kConfig.stage_bytes();
   constexpr int kTilesAcross = kStrip * kTile / kTileN;
   static_assert(sizeof(T) == 2 && kStageBytes == kBytesA + kBytesW);
-  static_assert(kConfig.table_bytes() == sizeof(Tile) + 2 * (kStages + 1) * 8);
 
   extern __shared__ __align__(1024) unsigned char shared[];
-  Tile& tile = *reinterpret_cast<Tile*>(shared + kConfig.tables_at());
-  const uint32_t stages_at = ptx::shared_address(shared), barriers = ptx::shared_address(&tile + 1);
+  Tile* const tiles = reinterpret_cast<Tile*>(shared + kConfig.tables_at());
+  const uint32_t stages_at = ptx::shared_address(shared), barriers = ptx::shared_address(tiles + kConsumers);
   const auto full = [&](int slot) { return barriers + slot * 8; };
   const auto empty = [&](int slot) { return barriers + (kStages + slot) * 8; };
-  const uint32_t tile_full = barriers + 2 * kStages * 8, tile_empty = tile_full + 8;
+  const auto tile_full = [&](int table) { return barriers + (2 * kStages + table) * 8; };
+  const auto tile_empty = [&](int table) { return barriers + (2 * kStages + kConsumers + table) * 8; };
   const int rank = ptx::cluster_rank();
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kStages; ++slot) {
       ptx::barrier_init(full(slot), p.a.gather ? kWarpgroup + 1 : 1);  // every copying thread, and who asks the copy engine
-      ptx::barrier_init(empty(slot), kCluster * kConsumers * 4);       // every consuming warp of the cluster
+      ptx::barrier_init(empty(slot), kCluster * 4);  // every warp of a tile's consumers
     }
-    ptx::barrier_init(tile_full, kWarpgroup);
-    ptx::barrier_init(tile_empty, kConsumers * kWarpgroup);
+    for (int table = 0; table < kConsumers; ++table) {
+      ptx::barrier_init(tile_full(table), kWarpgroup);
+      ptx::barrier_init(tile_empty(table), kWarpgroup);
+    }
     ptx::barrier_init_fence();
   }
   ptx::cluster_barrier();
 
   const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
   const int warp = thread / 32, lane = thread % 32;
-  Turn turn;
-  int tile_parity = 0;
+  Turn<kStages> turn;
   if (warpgroup == 0) {
     ptx::release_registers<kProducerRegisters>();
     const int row_tiles = *p.schedule.tile_count, row_pairs = pieces(row_tiles, kCluster), column_tiles = pieces(p.N, kTileN);
     const int all_stages = pieces(p.K, kTileK);
 
-    // The next tile, looked up in two steps, of which the second uses what the first one asked memory for.
+    // The next tile, looked up in steps, of which each uses what the one before asked memory for.
     int number = blockIdx.x / kCluster;
     bool done;
     RowTile rows;
     int other_expert, column, assignment;  // the other CTA's expert; the assignment of row `thread`
+    float weight;
     const auto look_up = [&](int step) {
       if (step == 0) {
         done = number >= row_pairs * column_tiles;
@@ -91,13 +98,15 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
         other_expert = !done && other < row_tiles ? p.schedule.tiles[other].expert : -1;
         column = position.column_tile * kTileN;
         number += gridDim.x / kCluster;
-      } else {
+      } else if (step == 1) {
         const int row = rows.row + (thread < rows.rows ? thread : 0);
         assignment = p.map.row_assignment && rows.rows ? p.map.row_assignment[row] : row;
+      } else {
+        weight = p.epilogue.row_weight && rows.expert >= 0 ? p.epilogue.row_weight[assignment] : 1.f;
       }
     };
-    look_up(0);
-    look_up(1);
+    constexpr int kSteps = 3;
+    for (int step = 0; step < kSteps; ++step) look_up(step);
 
     // A thread copies a 16-byte chunk of every 16th row.
     constexpr int kCopied = kTile / 16;
@@ -106,30 +115,39 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     // The sources of the stages of a trip differ by constants, which costs no instruction.
     constexpr int kTrip = 4;
 
-    for (;; tile_parity ^= 1) {
+    Turn<kConsumers> table;
+    bool told = false;
+    for (;; table.advance()) {
       const bool live = rows.expert >= 0, shares = live && rows.expert == other_expert;
       const int stages = live || other_expert >= 0 ? all_stages : 0;  // the cluster's two CTAs go through the ring together
-      ptx::barrier_wait(tile_empty, tile_parity ^ 1);
+      ptx::barrier_wait(tile_empty(table.slot), table.parity ^ 1);
+      Tile& tile = tiles[table.slot];
       ptx::named_barrier(1, kWarpgroup);  // every producing thread has read the sources of the tile before
       if (thread == 0) {
         tile.expert = rows.expert, tile.row = rows.row, tile.rows = rows.rows, tile.column = column;
-        tile.stages = stages, tile.done = done;
+        tile.stages = stages, tile.slot = turn.slot, tile.parity = turn.parity, tile.done = done;
       }
       tile.assignment[thread] = assignment;
-      ptx::barrier_arrive(tile_full);
-      if (done) break;
+      tile.token[thread] = assignment / p.map.top_k;
+      tile.weight[thread] = weight;
+      ptx::barrier_arrive(tile_full(table.slot));
+      if (done) {
+        if (told) break;
+        told = true;  // one consumer, and then the other
+        continue;
+      }
 
       ptx::named_barrier(1, kWarpgroup);  // they read the tile too
       const char* from[kCopied];
       if (p.a.gather) {
 #pragma unroll
         for (int i = 0; i < kCopied; ++i) {
-          from[i] = row_address(p.a.data + chunk * 16, tile.assignment[first + i * 16] / p.map.top_k, p.a.row_bytes);
+          from[i] = row_address(p.a.data + chunk * 16, tile.token[first + i * 16], p.a.row_bytes);
         }
       }
       int step = 0;
 #pragma unroll 1
-      for (int begin = 0; begin < stages || step < 2; begin += kTrip) {
+      for (int begin = 0; begin < stages || step < kSteps; begin += kTrip) {
 #pragma unroll
         for (int s = 0; s < kTrip; ++s) {
           if (begin + s >= stages) break;
@@ -140,7 +158,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
             if (live) {
               ptx::barrier_arrive_expecting(landed, kBytesW + (p.a.gather ? 0 : kBytesA));
               if (!p.a.gather) ptx::load_box(a, &a_map, landed, k, tile.row);
-              using Piece = Pieces<kMajorW, kTileN>;
+              using Piece = Pieces<kMajorW>;
 #pragma unroll 1
               for (int piece = shares ? rank : 0; piece < Piece::kCount; piece += shares ? kCluster : 1) {
                 // From the start of the tile; boxes of 128 bytes a row lie one after the other.
@@ -168,47 +186,42 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
         }
 #pragma unroll
         for (int i = 0; i < kCopied; ++i) from[i] += kTrip * 128;
-        if (step < 2) look_up(step++);
+        if (step < kSteps) look_up(step++);
       }
     }
   } else {
     ptx::take_registers<kConsumerRegisters>();
     const int consumer = warpgroup - 1;
-    const auto row_of = [&](int i) { return consumer * kRows + warp * 16 + i * 8 + lane / 4; };  // this thread's two rows
     const auto release = [&](int slot) {
       if (lane < kCluster) ptx::barrier_arrive_cluster(ptx::barrier_of(empty(slot), lane));
     };
-    for (;; tile_parity ^= 1) {
-      ptx::barrier_wait(tile_full, tile_parity);
+    const Tile& tile = tiles[consumer];
+    for (int parity = 0;; parity ^= 1) {
+      ptx::barrier_wait(tile_full(consumer), parity);
       if (tile.done) break;
-      const int expert = tile.expert, row = tile.row, rows = tile.rows, column = tile.column, stages = tile.stages;
-      const bool works = expert >= 0 && rows > consumer * kRows;
-      int assignment[2];
-      float weight[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        assignment[i] = tile.assignment[row_of(i)];
-        weight[i] = p.epilogue.row_weight && works ? p.epilogue.row_weight[assignment[i]] : 1.f;
-      }
-      ptx::barrier_arrive(tile_empty);
-
-      float sums[kTileN / 2] = {};
+      const int stages = tile.stages;
+      const bool works = tile.expert >= 0;
+      turn = {tile.slot, tile.parity};
+      float sums[2][kTileN / 2] = {};
       if (works) {
         int running = -1;  // the slot whose products may not have ended
 #pragma unroll 1
         for (int s = 0; s < stages; ++s, turn.advance()) {
           ptx::barrier_wait(full(turn.slot), turn.parity);
           ptx::fence_shared_for_wgmma();  // cp.async writes as threads do
-          const uint32_t a = stages_at + turn.slot * kStageBytes + consumer * kRows * 128;
+          const uint32_t a = stages_at + turn.slot * kStageBytes;
           const uint32_t w = stages_at + turn.slot * kStageBytes + kBytesA;
           ptx::wgmma_fence();
 #pragma unroll
           for (int k = 0; k < kTileK; k += 16) {
             // Eight rows of 128 bytes are one core; where n is contiguous, cores of 64 columns lie a whole stage apart.
-            const uint64_t a_matrix = ptx::matrix_descriptor(a + k * 2, 0, 8 * 128);
             const uint64_t w_matrix = kMajorW == Major::k ? ptx::matrix_descriptor(w + k * 2, 0, 8 * 128)
                                                           : ptx::matrix_descriptor(w + k * 128, kTileK * 128, 8 * 128);
-            ptx::Wgmma<T, kTileN, kMajorW == Major::mn>::multiply(sums, a_matrix, w_matrix);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const uint64_t a_matrix = ptx::matrix_descriptor(a + half * kRows * 128 + k * 2, 0, 8 * 128);
+              ptx::Wgmma<T, kTileN, kMajorW == Major::mn>::multiply(sums[half], a_matrix, w_matrix);
+            }
           }
           ptx::wgmma_commit();
           ptx::wgmma_wait<1>();
@@ -216,7 +229,8 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
           running = turn.slot;
         }
         ptx::wgmma_wait<0>();
-        ptx::wgmma_done(sums);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) ptx::wgmma_done(sums[half]);
         if (running >= 0) release(running);
       } else {
 #pragma unroll 1
@@ -225,72 +239,64 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
           release(turn.slot);
         }
       }
-      if (rows <= consumer * kRows) continue;
 
       const Epilogue& to = p.epilogue;
-      constexpr int kFours = kTileN / 16;  // of each of a thread's rows
-      make_fours(sums, lane);
-      const int own_column = column + fours_column(lane);
-      const auto inside = [&](int j) { return own_column + j * 16 < p.N; };
-      if (to.bias && works) {
-        const T* bias = static_cast<const T*>(to.bias) + expert * to.bias_stride + own_column;
+      const bool combine = to.destination == Destination::token, by_row = to.destination == Destination::row;
 #pragma unroll
-        for (int j = 0; j < kFours; ++j) {
-          const Four<T> four = load_4(bias + j * 16, inside(j) ? 4 : 0, true);
+      for (int half = 0; half < 2; ++half) {
+        if (tile.rows <= half * kRows) continue;
 #pragma unroll
-          for (int n = 0; n < 4; ++n) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) sums[four_at(i, j, n)] += float(four.value[n]);
+        for (int i = 0; i < 2; ++i) {
+          const int own_thread = int(ptx::keep(threadIdx.x) % kWarpgroup), lane = own_thread % 32;  // what follows is not held from row to row
+          const int own_column = tile.column + fours_column(lane);
+          const int inside_tile = half * kRows + own_thread / 32 * 16 + i * 8 + lane / 4;
+          const bool own = inside_tile < tile.rows;
+          const int assignment = tile.assignment[inside_tile], row = tile.row + inside_tile, token = tile.token[inside_tile];
+          const float weight = tile.weight[inside_tile];
+          const int64_t out_row = combine ? token : by_row ? row : assignment;
+          char* out = static_cast<char*>(to.out) + (out_row * to.out_stride + own_column) * size_of(to.out_type);
+          const T* term = nullptr;  // the bias, or what the row is multiplied with
+          float dot = 0.f;
+          if constexpr (kTerm) {
+            const int64_t at = to.bias ? tile.expert * to.bias_stride : int64_t(by_row ? row : token) * to.dot_with_stride;
+            term = own && works ? static_cast<const T*>(to.bias ? to.bias : to.dot_with) + at + own_column : nullptr;
           }
-        }
-      }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const bool own = row_of(i) < rows;
-        const int64_t own_row = row + row_of(i), token = assignment[i] / p.map.top_k;
-        if (to.dot_with && works) {
-          const T* with = static_cast<const T*>(to.dot_with) + own_column;
-          with += (to.destination == Destination::row ? own_row : token) * to.dot_with_stride;
+          for (int j = 0; j < kTileN / 16; ++j) {
+            Four<float> four = exchange_for_four(sums[half], i, j, lane);
+            const bool inside = own_column + j * 16 < p.N;
+            if constexpr (kTerm) {
+              if (term && inside) {
+                const Four<T> other = load_4(term + j * 16, 4, true);
 #pragma unroll
-          for (int block = 0; block < kTileN / kTile; ++block) {
-            float dot = 0.f;
-#pragma unroll
-            for (int four_of_block = 0; four_of_block < kTile / 16; ++four_of_block) {
-              const int j = block * (kTile / 16) + four_of_block;
-              const Four<T> four = load_4(with + j * 16, own && inside(j) ? 4 : 0, true);
-#pragma unroll
-              for (int n = 0; n < 4; ++n) dot = fmaf(sums[four_at(i, j, n)], float(four.value[n]), dot);
+                for (int n = 0; n < 4; ++n) {
+                  if (to.bias) {
+                    four.value[n] += float(other.value[n]);
+                  } else {
+                    dot = fmaf(four.value[n], float(other.value[n]), dot);
+                  }
+                }
+              }
             }
+            if (!to.out || !own || !inside) continue;
+#pragma unroll
+            for (int n = 0; n < 4; ++n) four.value[n] *= weight;
+            // What is asked of constants is asked anew each time, for the answers would take registers.
+            if (ptx::keep(int(to.destination)) == int(Destination::token)) {
+              ptx::add_16(reinterpret_cast<float*>(out) + j * 16, four.value);
+            } else {
+              const DType type = DType(ptx::keep(int(to.out_type)));
+              typed(static_cast<void*>(out), type, [&](auto* to_row) { store_4(to_row + j * 16, four, 4, true); });
+            }
+          }
+          if (kTerm && to.dot_with) {  // a partial sum a tile
             dot += __shfl_xor_sync(~0u, dot, 1);
             dot += __shfl_xor_sync(~0u, dot, 2);
-            const int number = column / kTile + block;
-            if (own && lane % 4 == 0 && number * kTile < p.N) to.dot[int64_t(number) * p.S + assignment[i]] = dot;
+            if (term && lane % 4 == 0) to.dot[int64_t(tile.column / kTileN) * p.S + assignment] = dot;
           }
-        }
-        if (!to.out || !own) continue;
-        const auto weighted = [&](int j) {
-          Four<float> four;
-#pragma unroll
-          for (int n = 0; n < 4; ++n) four.value[n] = sums[four_at(i, j, n)] * weight[i];
-          return four;
-        };
-        if (to.destination == Destination::token) {
-          float* out = static_cast<float*>(to.out) + token * to.out_stride + own_column;
-#pragma unroll
-          for (int j = 0; j < kFours; ++j) {
-            if (inside(j)) ptx::add_16(out + j * 16, weighted(j).value);
-          }
-        } else {
-          const int64_t out_row = to.destination == Destination::row ? own_row : assignment[i];
-          typed(to.out, to.out_type, [&](auto* out) {
-            out += out_row * to.out_stride + own_column;
-#pragma unroll
-            for (int j = 0; j < kFours; ++j) {
-              if (inside(j)) store_4(out + j * 16, weighted(j), 4, true);
-            }
-          });
         }
       }
+      ptx::barrier_arrive(tile_empty(consumer));
     }
   }
   ptx::cluster_barrier();  // a CTA's shared memory outlives what the other one sends there

@@ -17,7 +17,8 @@
 
 namespace moe::wgmma {
 
-constexpr int kGradColumns = 256;  // of a tile of the output
+constexpr int kGradColumns = 256, kGradStages = 4;
+constexpr int kGradProducerRegisters = 56, kGradConsumerRegisters = 224;
 constexpr int kBoxBytes = kTileK * 128;  // 64 columns of a stage
 
 // What the producer tells the consumers.
@@ -26,7 +27,7 @@ struct alignas(16) GradTile {
   int done;  // there are no more tiles
   int next;  // the producer's own: the tile it has claimed
   int unused[2];
-  float weight[kStages][kTileK];  // of the rows of a stage
+  float weight[kGradStages][kTileK];  // of the rows of a stage
 };
 
 template <typename T>
@@ -48,19 +49,19 @@ __device__ __forceinline__ uint32_t weigh_pair<__half>(uint32_t pair, float2 wei
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant__ WeightGradProblem p) {
-  constexpr Config kConfig{Op::weight_grad, Path::wgmma, kTileK, kStages, 0, true, 1, kGradColumns};
+  constexpr Config kConfig{Op::weight_grad, Path::wgmma, kTileK, kGradStages, 0, true, 1, kGradColumns};
   constexpr int kStageBytes = kConfig.stage_bytes(), kBoxesA = kTile / 64, kBoxesB = kGradColumns / 64;
   static_assert(kStageBytes == (kBoxesA + kBoxesB) * kBoxBytes);
-  static_assert(kConfig.table_bytes() == sizeof(GradTile) + 2 * (kStages + 1) * 8);
+  static_assert(kConfig.table_bytes() == sizeof(GradTile) + 2 * (kGradStages + 1) * 8);
 
   extern __shared__ __align__(1024) unsigned char shared[];
   GradTile& tile = *reinterpret_cast<GradTile*>(shared + kConfig.tables_at());
   const uint32_t stages_at = ptx::shared_address(shared), barriers = ptx::shared_address(&tile + 1);
   const auto full = [&](int slot) { return barriers + slot * 8; };
-  const auto empty = [&](int slot) { return barriers + (kStages + slot) * 8; };
-  const uint32_t tile_full = barriers + 2 * kStages * 8, tile_empty = tile_full + 8;
+  const auto empty = [&](int slot) { return barriers + (kGradStages + slot) * 8; };
+  const uint32_t tile_full = barriers + 2 * kGradStages * 8, tile_empty = tile_full + 8;
   if (threadIdx.x == 0) {
-    for (int slot = 0; slot < kStages; ++slot) {
+    for (int slot = 0; slot < kGradStages; ++slot) {
       ptx::barrier_init(full(slot), kWarpgroup + kWarpgroup / 32);  // every thread's copies, and every warp's weights
       ptx::barrier_init(empty(slot), kConsumers * 4);
     }
@@ -71,10 +72,10 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
 
   const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
   const int warp = thread / 32, lane = thread % 32;
-  Turn turn;
+  Turn<kGradStages> turn;
   int tile_parity = 0;
   if (warpgroup == 0) {
-    ptx::release_registers<kProducerRegisters>();
+    ptx::release_registers<kGradProducerRegisters>();
     // A warp brings 16 rows of a stage, four at a time; a thread copies a 16-byte chunk of every 64 columns of four rows. Lanes
     // 0 to 15 look up a row each.
     constexpr int kCopied = 4;
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
       ptx::named_barrier(1, kWarpgroup);  // before it is overwritten
     }
   } else {
-    ptx::take_registers<kConsumerRegisters>();
+    ptx::take_registers<kGradConsumerRegisters>();
     const int consumer = warpgroup - 1;
     // Where ldmatrix finds this warp's 16 columns of a: lane l gives the address of 8 of them in row l % 8 or 8 + l % 8.
     const int a_row = lane / 16 * 8 + lane % 8, a_chunk = warp * 2 + lane / 8 % 2;
@@ -200,20 +201,16 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
       if (running >= 0 && lane == 0) ptx::barrier_arrive(empty(running));
       if (stages == 0 && p.accumulate) continue;
 
-      make_fours(sums, lane);
       const int own_n = n + fours_column(lane);
       typed(p.out, p.out_type, [&](auto* out) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int own_m = m + consumer * kRows + warp * 16 + i * 8 + lane / 4;
-          if (own_m >= p.M) continue;
           auto* own = out + expert * p.out_expert_stride + own_m * p.out_stride + own_n;
 #pragma unroll
           for (int j = 0; j < kGradColumns / 16; ++j) {
-            if (own_n + j * 16 >= p.N) continue;
-            Four<float> four;
-#pragma unroll
-            for (int k = 0; k < 4; ++k) four.value[k] = sums[four_at(i, j, k)];
+            Four<float> four = exchange_for_four(sums, i, j, lane);
+            if (own_m >= p.M || own_n + j * 16 >= p.N) continue;
             if (p.accumulate) {
               const auto before = load_4(own + j * 16, 4, true);
 #pragma unroll

@@ -38,4 +38,17 @@ struct SumRowsProblem {
 };
 cudaError_t launch_sum_rows(const SumRowsProblem& problem, int sms, cudaStream_t stream);
 
+enum class IdType { int8, uint8, int16, int32, int64 };
+
+// row_assignment: the stable sort of the S assignments by id, those outside [0, E) last; offs: where each expert ends.
+struct RouteProblem {
+  int S, E;
+  const void* ids;  // [S]
+  IdType id_type;
+  int* row_assignment;  // [S]
+  int* offs;            // [E]
+};
+int64_t route_words(int S, int E);  // of scratch
+cudaError_t launch_route(const RouteProblem& problem, int* scratch, cudaStream_t stream);
+
 }  // namespace moe

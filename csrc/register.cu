@@ -288,6 +288,36 @@ void sum_rows(const Tensor& from, int64_t top_k, const Tensor& out) {
   check(launch_sum_rows(p, launch.sms, launch.stream));
 }
 
+IdType id_type(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Char: return IdType::int8;
+    case ScalarType::Byte: return IdType::uint8;
+    case ScalarType::Short: return IdType::int16;
+    case ScalarType::Int: return IdType::int32;
+    case ScalarType::Long: return IdType::int64;
+    default: throw std::runtime_error("grouped-gemm-moe: ids must be int8, uint8, int16, int32 or int64");
+  }
+}
+
+void route(const Tensor& ids, int64_t num_experts, const Tensor& row_assignment, const Tensor& offs) {
+  const int64_t S = ids.numel();
+  check(S <= INT_MAX, "no more than 2^31 - 1 rows");
+  check(1 <= num_experts && num_experts <= INT_MAX, "num_experts must be at least 1 and less than 2^31");
+  check(ids.is_contiguous(), "ids must be contiguous");
+  const auto holds = [](const Tensor& tensor, int64_t numel) {
+    return tensor.numel() == numel && tensor.scalar_type() == ScalarType::Int && tensor.is_contiguous();
+  };
+  check(holds(row_assignment, S) && holds(offs, num_experts), "row_assignment must be int32 [S] and offs int32 [E]");
+  const Launch launch(ids);
+  RouteProblem p{};
+  p.S = int(S), p.E = int(num_experts);
+  p.ids = ids.data_ptr(), p.id_type = id_type(ids);
+  p.row_assignment = static_cast<int*>(row_assignment.data_ptr());
+  p.offs = static_cast<int*>(offs.data_ptr());
+  const Tensor scratch = torch::stable::new_empty(offs, {route_words(p.S, p.E)});
+  check(launch_route(p, static_cast<int*>(scratch.data_ptr()), launch.stream));
+}
+
 // Columns as _testing.py names them.
 Tensor config_table(const Tensor&) {
   constexpr int kColumns = 9;
@@ -320,6 +350,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("gemm_combine", TORCH_BOX(&moe::gemm_combine));
   ops.impl("weight_grad", TORCH_BOX(&moe::weight_grad));
   ops.impl("sum_rows", TORCH_BOX(&moe::sum_rows));
+  ops.impl("route", TORCH_BOX(&moe::route));
 }
 
 // The test hooks tell of the library, not of a GPU, and answer on a machine without one.

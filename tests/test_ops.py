@@ -287,12 +287,16 @@ def samples(name, device):
                 yield rows.x, rows.dy, *index, True, True, rows.weights, False, new(3, 24, 16, dtype=dtype)
                 yield strided, rows.dy, *index, True, True, None, True, new(3, 16, 24).transpose(1, 2)
                 yield strided[rows.token], rows.dy[rows.token], *index, False, False, None, False, new(3, 24, 16)
+            case "route":
+                ids = oracle.make_ids(T, 3, 2, distribution, torch.Generator(device).manual_seed(0))
+                for E in (3, 2000):
+                    yield ids, E, new(rows.S, dtype=torch.int32), new(E, dtype=torch.int32)
             case "sum_rows":
                 yield torch.randn(rows.S, 24, device=device).requires_grad_(), 2, new(T, 24, dtype=dtype)
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("name", ["gemm", "gemm_combine", "weight_grad", "sum_rows"])
+@pytest.mark.parametrize("name", ["gemm", "gemm_combine", "weight_grad", "sum_rows", "route"])
 def test_opcheck(ops, device, name):
     """Schema, autograd registration, fake kernels and AOT dispatch."""
     for arguments in samples(name, device):

@@ -78,7 +78,8 @@ def sweep(dtype: torch.dtype, features: int, outputs: int, transposed: bool = Fa
 
 
 def many_groups(dtype: torch.dtype) -> None:
-    """More than the schedule cuts at once."""
+    """More than the schedule cuts at once, and than one pass sorts by."""
+    kernel.route(torch.randint(-1, 1101, (TOKENS, 2), device=DEVICE), 1100)
     x, weight = random(TOKENS, 16, dtype=dtype), random(1100, 8, 16, dtype=dtype)
     sizes = torch.zeros(1100, dtype=torch.int64, device=DEVICE)
     sizes[::11] = 1

@@ -24,6 +24,10 @@ inline constexpr const char* kSchemas[] = {
     // The top_k rows of each token, added in slot order.
     "sum_rows(Tensor rows, int top_k, Tensor(a!) out) -> ()",
 
+    // The stable sort of the assignments by expert, and where each expert ends in it. A SymInt, so that one compiled graph
+    // serves all numbers of experts.
+    "route(Tensor ids, SymInt num_experts, Tensor(a!) row_assignment, Tensor(b!) offs) -> ()",
+
     // Test hooks of a library with kernels, answered on the CPU: its configurations, whether one fits a GPU's shared
     // memory, and the choice of one (-1: automatic) and of the most blocks that run at once (0: as many as fit).
     "config_table(Tensor like) -> Tensor",

@@ -60,6 +60,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   const auto empty = [&](int slot) { return barriers + (kStages + slot) * 8; };
   const auto tile_full = [&](int table) { return barriers + (2 * kStages + table) * 8; };
   const auto tile_empty = [&](int table) { return barriers + (2 * kStages + kConsumers + table) * 8; };
+  const auto turn_to = [&](int consumer) { return barriers + (2 * kStages + 2 * kConsumers + consumer) * 8; };
   const int rank = ptx::cluster_rank();
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kStages; ++slot) {
@@ -69,6 +70,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     for (int table = 0; table < kConsumers; ++table) {
       ptx::barrier_init(tile_full(table), kWarpgroup);
       ptx::barrier_init(tile_empty(table), kWarpgroup);
+      ptx::barrier_init(turn_to(table), kWarpgroup);
     }
     ptx::barrier_init_fence();
   }
@@ -203,12 +205,15 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
       const bool works = tile.expert >= 0;
       turn = {tile.slot, tile.parity};
       float sums[2][kTileN / 2] = {};
+      // A consumer begins when all stages of the tile before have landed: a barrier tells the phase it is in from the one before
+      // and from no other. The first of them begins at once.
+      ptx::barrier_wait(turn_to(consumer), consumer == 0 ? parity ^ 1 : parity);
       if (works) {
         int running = -1;  // the slot whose products may not have ended
 #pragma unroll 1
         for (int s = 0; s < stages; ++s, turn.advance()) {
           ptx::barrier_wait(full(turn.slot), turn.parity);
-          ptx::fence_shared_for_wgmma();  // cp.async writes as threads do
+          if (p.a.gather) ptx::fence_shared_for_wgmma();  // cp.async writes as threads do
           const uint32_t a = stages_at + turn.slot * kStageBytes;
           const uint32_t w = stages_at + turn.slot * kStageBytes + kBytesA;
           ptx::wgmma_fence();
@@ -228,6 +233,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
           if (running >= 0) release(running);
           running = turn.slot;
         }
+        ptx::barrier_arrive(turn_to(consumer ^ 1));
         ptx::wgmma_wait<0>();
 #pragma unroll
         for (int half = 0; half < 2; ++half) ptx::wgmma_done(sums[half]);
@@ -238,6 +244,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
           ptx::barrier_wait(full(turn.slot), turn.parity);
           release(turn.slot);
         }
+        ptx::barrier_arrive(turn_to(consumer ^ 1));
       }
 
       const Epilogue& to = p.epilogue;

@@ -146,11 +146,11 @@ struct Tiles {
   Schedule schedule;
 };
 
-Tiles schedule(const Tensor& offs, int S, int E, int tile_rows, bool cover_rest, cudaStream_t stream) {
+Tiles schedule(const Tensor& offs, int S, int E, int tile_rows, bool cover_rest, const Clear& clear, const Launch& launch) {
   check(offs.numel() == E && offs.scalar_type() == ScalarType::Int, "offs must be int32 [E]");
   Tiles tiles{torch::stable::new_empty(offs, {schedule_words(S, E, tile_rows)}), {}};
-  check(build_schedule(static_cast<const int*>(offs.data_ptr()), S, E, tile_rows, cover_rest,
-                       static_cast<int*>(tiles.scratch.data_ptr()), stream, &tiles.schedule));
+  check(build_schedule(static_cast<const int*>(offs.data_ptr()), S, E, tile_rows, cover_rest, clear, launch.sms,
+                       static_cast<int*>(tiles.scratch.data_ptr()), launch.stream, &tiles.schedule));
   return tiles;
 }
 
@@ -176,7 +176,11 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
   p.E = size(w, 0), p.N = size(w, 1), p.K = size(w, 2);
   const int64_t S = row_assignment ? row_assignment->numel() : a.size(0);
   check(S <= INT_MAX, "no more than 2^31 - 1 rows");
-  if (S == 0 || p.N == 0) return;
+  const bool combine = destination == Destination::token;
+  if (S == 0 || p.N == 0) {
+    if (combine && out->numel() > 0) torch::stable::zero_(*const_cast<Tensor*>(&*out));
+    return;
+  }
   p.S = int(S);
   check(a.dim() == 2 && a.size(1) == p.K, "a and w must agree in K");
   p.map = row_map(row_assignment, top_k, S);
@@ -189,15 +193,16 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
   p.w_row_bytes = row_bytes(w, w.stride(p.w_major == Major::k ? 1 : 2));
 
   Epilogue& e = p.epilogue;
-  const int64_t targets = destination == Destination::token ? S / p.map.top_k : S;
+  const int64_t targets = combine ? S / p.map.top_k : S;
   e.destination = destination;
   if (out) {
     check(out->dim() == 2 && out->size(0) == targets && out->size(1) == p.N, "out has the wrong shape");
     e.out = out->data_ptr();
     e.out_stride = row_stride(*out);
     e.out_type = dtype(*out);
-    e.out_vector = vectorizable(*out, 1) && (destination != Destination::token || p.N % 4 == 0);
-    check(destination != Destination::token || e.out_type == DType::float32, "rows are added up in float32");
+    e.out_vector = vectorizable(*out, 1) && (!combine || p.N % 4 == 0);
+    check(!combine || (e.out_type == DType::float32 && e.out_stride == p.N),
+          "rows are added up in float32, in a contiguous tensor");
   }
   e.row_weight = weights(row_weight, S);
   if (bias) {
@@ -223,7 +228,8 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
   const bool boxes = !(bias && e.dot_with) && boxed(w) && (gather || boxed(a)) && (!out || chunked(*out, 1)) && (!bias || chunked(*bias, 1)) &&
                      (!e.dot_with || chunked(*dot_with, 1));
   const Config& config = choose({Op::gemm, dtype(a), aligned, boxes}, launch);
-  const Tiles tiles = schedule(offs, p.S, p.E, kTile, e.out && destination != Destination::token, launch.stream);
+  const Clear clear = combine ? Clear{static_cast<float*>(e.out), targets * p.N} : Clear{};
+  const Tiles tiles = schedule(offs, p.S, p.E, kTile, e.out && !combine, clear, launch);
   p.schedule = tiles.schedule;
   run(config, dtype(a), p, launch);
 }
@@ -271,7 +277,7 @@ void weight_grad(const Tensor& x, const Tensor& dy, const Tensor& offs, const Ma
   const Launch launch(out);
   const bool aligned = chunked(x, 1) && chunked(dy, 1);
   const Config& config = choose({Op::weight_grad, dtype(x), aligned, aligned && chunked(out, transposed ? 1 : 2)}, launch);
-  const Tiles tiles = schedule(offs, int(S), p.E, 0, false, launch.stream);
+  const Tiles tiles = schedule(offs, int(S), p.E, 0, false, {}, launch);
   p.schedule = tiles.schedule;
   run(config, dtype(x), p, launch);
 }

@@ -1,4 +1,7 @@
-// Turns group offsets into tiles, on the device, in one block: no size is ever read by the host.
+// Turns group offsets into tiles, on the device, in one block: no size is ever read by the host. The other blocks clear what
+// the tiles' results are added to, which a launch of its own would take longer for.
+#include <cstdint>
+
 #include "schedule.cuh"
 
 namespace moe {
@@ -36,9 +39,21 @@ __device__ int block_scan(int value, Operator combine, int* warp_totals) {
   return warp ? combine(warp_totals[warp - 1], value) : value;
 }
 
+// All blocks but the first.
+__device__ __forceinline__ void fill_with_zeros(const Clear& clear) {
+  const bool aligned = reinterpret_cast<uintptr_t>(clear.data) % 16 == 0;
+  const int64_t fours = aligned ? clear.count / 4 : 0, step = int64_t(gridDim.x - 1) * kThreads;
+  const int64_t first = int64_t(blockIdx.x - 1) * kThreads + threadIdx.x;
+#pragma unroll 4
+  for (int64_t i = first; i < fours; i += step) reinterpret_cast<float4*>(clear.data)[i] = float4{};
+  for (int64_t i = fours * 4 + first; i < clear.count; i += step) clear.data[i] = 0.f;
+}
+
 // Offsets become a running maximum within [0, S]: wrong ones may give wrong numbers, never a row outside the operands.
 __global__ void __launch_bounds__(kThreads) schedule_kernel(const int* offs, int S, int E, int tile_rows, bool cover_rest,
-                                                            int* bounds, int* tile_count, RowTile* tiles, int* claimed) {
+                                                            Clear clear, int* bounds, int* tile_count, RowTile* tiles,
+                                                            int* claimed) {
+  if (blockIdx.x > 0) return fill_with_zeros(clear);
   __shared__ int warp_totals[32];
   __shared__ int group_end[kThreads + 1], tiles_end[kThreads + 1];
   int last_end = 0, tiles_before = 0;
@@ -81,15 +96,17 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const int* offs, int
 
 }  // namespace
 
-cudaError_t build_schedule(const int* offs, int S, int E, int tile_rows, bool cover_rest, int* scratch,
-                           cudaStream_t stream, Schedule* schedule) {
+cudaError_t build_schedule(const int* offs, int S, int E, int tile_rows, bool cover_rest, const Clear& clear, int sms,
+                           int* scratch, cudaStream_t stream, Schedule* schedule) {
   RowTile* tiles = reinterpret_cast<RowTile*>(scratch);
   int* bounds = scratch + 4 * max_row_tiles(S, E, tile_rows);
   int* tile_count = bounds + E + 1;
   int* claimed = tile_count + 1;
   *schedule = {bounds, tile_count, tiles, claimed};
-  schedule_kernel<<<1, kThreads, 0, stream>>>(offs, S, E, tile_rows, cover_rest, bounds, tile_count, tiles,
-                                             claimed);
+  const int64_t clearing = (clear.count + kThreads * 16 - 1) / (kThreads * 16), resident = 2 * sms;
+  const unsigned blocks = 1 + unsigned(clearing < resident ? clearing : resident);
+  schedule_kernel<<<blocks, kThreads, 0, stream>>>(offs, S, E, tile_rows, cover_rest, clear, bounds, tile_count, tiles,
+                                                  claimed);
   return cudaGetLastError();
 }
 

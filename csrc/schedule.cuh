@@ -36,9 +36,15 @@ inline int64_t max_row_tiles(int64_t S, int64_t E, int tile_rows) {
 // 32-bit words of scratch that build_schedule() fills: tiles (first, for their alignment), bounds and two counters.
 inline int64_t schedule_words(int64_t S, int64_t E, int tile_rows) { return 4 * max_row_tiles(S, E, tile_rows) + E + 3; }
 
+// Memory to be filled with zeros on the way.
+struct Clear {
+  float* data;
+  int64_t count;
+};
+
 // Fills `scratch` from the cumulative group ends `offs` (int32 [E]); tile_rows 0 leaves out the tiles. Rows past the
 // last group get tiles of expert -1 where `cover_rest` asks for them.
-cudaError_t build_schedule(const int* offs, int S, int E, int tile_rows, bool cover_rest, int* scratch,
-                           cudaStream_t stream, Schedule* schedule);
+cudaError_t build_schedule(const int* offs, int S, int E, int tile_rows, bool cover_rest, const Clear& clear, int sms,
+                           int* scratch, cudaStream_t stream, Schedule* schedule);
 
 }  // namespace moe

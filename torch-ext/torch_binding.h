@@ -13,7 +13,7 @@ inline constexpr const char* kSchemas[] = {
     "gemm(Tensor a, Tensor w, Tensor offs, Tensor? row_assignment, int top_k, bool gather, bool scatter, "
     "Tensor? bias, Tensor? row_weight, Tensor? dot_with, Tensor(a!)? dot, Tensor(b!)? out) -> ()",
 
-    // The same product, weighted and added into the row of its token.
+    // The same product, weighted and summed into the row of its token.
     "gemm_combine(Tensor a, Tensor w, Tensor offs, Tensor row_assignment, int top_k, bool gather, "
     "Tensor? bias, Tensor? row_weight, Tensor? dot_with, Tensor(a!)? dot, Tensor(b!) out) -> ()",
 

@@ -120,6 +120,7 @@ def gemm_combine(a, w, offs, row_assignment, top_k, gather, bias, row_weight, do
     # A rows buffer, not index_add by expert: the slot order of the additions makes the sum reproducible at any top_k.
     rows = out.new_empty(row_assignment.shape[0], out.shape[1])
     _multiply(a, w, offs, row_assignment, top_k, gather, True, bias, row_weight, dot_with, True, dot, rows)
+    out.zero_()
     _add_slots(rows, top_k, out)
 
 

@@ -21,6 +21,8 @@
 namespace moe::wgmma {
 
 constexpr int kCluster = 2, kTileN = 192, kStages = 5;
+constexpr int kFours = kTileN / 16;  // of each of a thread's rows
+constexpr int kTogether = 4;         // loads at a time, for more of which there are no registers
 // Of an SM's 64 K registers a thread of 384 gets 168 at first; bringing takes few of them, multiplying many.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
@@ -254,38 +256,55 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
         if (tile.rows <= half * kRows) continue;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int own_thread = int(ptx::keep(threadIdx.x) % kWarpgroup), lane = own_thread % 32;  // what follows is not held from row to row
+          // What follows from the thread's number is not held from row to row.
+          const int own_thread = int(ptx::keep(threadIdx.x) % kWarpgroup), lane = own_thread % 32;
+          const int row = half * kRows + own_thread / 32 * 16 + i * 8 + lane / 4;  // of the tile
           const int own_column = tile.column + fours_column(lane);
-          const int inside_tile = half * kRows + own_thread / 32 * 16 + i * 8 + lane / 4;
-          const bool own = inside_tile < tile.rows;
-          const int assignment = tile.assignment[inside_tile], row = tile.row + inside_tile, token = tile.token[inside_tile];
-          const float weight = tile.weight[inside_tile];
-          const int64_t out_row = combine ? token : by_row ? row : assignment;
-          char* out = static_cast<char*>(to.out) + (out_row * to.out_stride + own_column) * size_of(to.out_type);
-          const T* term = nullptr;  // the bias, or what the row is multiplied with
-          float dot = 0.f;
-          if constexpr (kTerm) {
-            const int64_t at = to.bias ? tile.expert * to.bias_stride : int64_t(by_row ? row : token) * to.dot_with_stride;
-            term = own && works ? static_cast<const T*>(to.bias ? to.bias : to.dot_with) + at + own_column : nullptr;
-          }
+          const bool own = row < tile.rows;
+          const auto inside = [&](int j) { return own && own_column + j * 16 < p.N; };
+
+          if (kTerm && to.dot_with && works) {
+            const int64_t with_row = by_row ? tile.row + row : tile.token[row];
+            const T* with = static_cast<const T*>(to.dot_with) + with_row * to.dot_with_stride + own_column;
+            float dot = 0.f;
 #pragma unroll
-          for (int j = 0; j < kTileN / 16; ++j) {
-            Four<float> four = exchange_for_four(sums[half], i, j, lane);
-            const bool inside = own_column + j * 16 < p.N;
-            if constexpr (kTerm) {
-              if (term && inside) {
-                const Four<T> other = load_4(term + j * 16, 4, true);
+            for (int first = 0; first < kFours; first += kTogether) {
+              ptx::Words<2> other[kTogether];  // several loads are under way before the first of them is needed
+#pragma unroll
+              for (int j = 0; j < kTogether; ++j) {
+                other[j] = inside(first + j) ? ptx::load_words<2>(with + (first + j) * 16) : ptx::Words<2>{};
+              }
+#pragma unroll
+              for (int j = 0; j < kTogether; ++j) {
+                const Four<float> four = exchange_for_four(sums[half], i, first + j, lane);
 #pragma unroll
                 for (int n = 0; n < 4; ++n) {
-                  if (to.bias) {
-                    four.value[n] += float(other.value[n]);
-                  } else {
-                    dot = fmaf(four.value[n], float(other.value[n]), dot);
-                  }
+                  dot = fmaf(four.value[n], float(reinterpret_cast<const Four<T>&>(other[j]).value[n]), dot);
                 }
               }
             }
-            if (!to.out || !own || !inside) continue;
+            dot += __shfl_xor_sync(~0u, dot, 1);
+            dot += __shfl_xor_sync(~0u, dot, 2);
+            // A partial sum a tile.
+            if (own && lane % 4 == 0) to.dot[int64_t(tile.column / kTileN) * p.S + tile.assignment[row]] = dot;
+          }
+          if (!to.out) continue;
+
+          const int by_map = combine ? tile.token[row] : tile.assignment[row];
+          const int64_t out_row = by_row ? tile.row + row : by_map;
+          char* out = static_cast<char*>(to.out) + (out_row * to.out_stride + own_column) * size_of(to.out_type);
+          const float weight = tile.weight[row];
+          const T* bias = nullptr;
+          if (kTerm && to.bias && works) bias = static_cast<const T*>(to.bias) + tile.expert * to.bias_stride + own_column;
+#pragma unroll
+          for (int j = 0; j < kFours; ++j) {
+            Four<float> four = exchange_for_four(sums[half], i, j, lane);
+            if (!inside(j)) continue;
+            if (kTerm && bias) {
+              const Four<T> added = load_4(bias + j * 16, 4, true);
+#pragma unroll
+              for (int n = 0; n < 4; ++n) four.value[n] += float(added.value[n]);
+            }
 #pragma unroll
             for (int n = 0; n < 4; ++n) four.value[n] *= weight;
             // What is asked of constants is asked anew each time, for the answers would take registers.
@@ -295,11 +314,6 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
               const DType type = DType(ptx::keep(int(to.out_type)));
               typed(static_cast<void*>(out), type, [&](auto* to_row) { store_4(to_row + j * 16, four, 4, true); });
             }
-          }
-          if (kTerm && to.dot_with) {  // a partial sum a tile
-            dot += __shfl_xor_sync(~0u, dot, 1);
-            dot += __shfl_xor_sync(~0u, dot, 2);
-            if (term && lane % 4 == 0) to.dot[int64_t(tile.column / kTileN) * p.S + assignment] = dot;
           }
         }
       }

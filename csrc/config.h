@@ -34,7 +34,8 @@ struct Config {
   __host__ __device__ constexpr int staged_pitch() const { return kTile + (path == Path::fp32 ? 4 : 8); }  // for the banks
   __host__ __device__ constexpr int row_words_at() const { return staged_at() + staged_rows * staged_pitch() * 4; }
   __host__ __device__ constexpr int tables_at() const {
-    if (path == Path::wgmma) return stages * stage_bytes();  // its results go from registers to memory
+    // On wgmma results go from registers to memory, but for a weight gradient's four boxes of 8 KB.
+    if (path == Path::wgmma) return stages * stage_bytes() + (op == Op::gemm ? 0 : 4 * 8192);
     const int results_end = row_words_at() + 2 * kTile * 4, stages_end = stages * stage_bytes();
     return results_end > stages_end ? results_end : stages_end;
   }

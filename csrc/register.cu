@@ -276,7 +276,9 @@ void weight_grad(const Tensor& x, const Tensor& dy, const Tensor& offs, const Ma
 
   const Launch launch(out);
   const bool aligned = chunked(x, 1) && chunked(dy, 1);
-  const Config& config = choose({Op::weight_grad, dtype(x), aligned, aligned && chunked(out, transposed ? 1 : 2)}, launch);
+  const bool narrow = p.out_type == dtype(x) || p.out_type == DType::float32;
+  const bool boxes = narrow && chunked(out, transposed ? 1 : 2) && boxed(out);
+  const Config& config = choose({Op::weight_grad, dtype(x), aligned, boxes}, launch);
   const Tiles tiles = schedule(offs, int(S), p.E, 0, false, {}, launch);
   p.schedule = tiles.schedule;
   run(config, dtype(x), p, launch);

@@ -111,8 +111,12 @@ __device__ __forceinline__ void bulk_add(float* global, uint32_t shared, int byt
 
 __device__ __forceinline__ void commit_bulk() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until this thread's bulk operations have read their shared memory, so that it may be written again.
-__device__ __forceinline__ void wait_bulk_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until all but this thread's last kPending bulk operations have read their shared memory, so that it may be written
+// again.
+template <int kPending>
+__device__ __forceinline__ void wait_bulk_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
 
 // Adds four neighbouring values to global memory, 16-byte aligned, each of them atomically.
 __device__ __forceinline__ void add_16(float* global, const float (&value)[4]) {

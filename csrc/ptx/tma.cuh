@@ -34,4 +34,18 @@ __device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap* map
       : "memory");
 }
 
+// Stores a box, or adds it to what is there, as far as it lies in the tensor; commit_bulk() and wait_bulk_read() tell when its
+// shared memory may be written again.
+__device__ __forceinline__ void store_box(const CUtensorMap* map, int x, int y, int z, uint32_t shared) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map), "r"(x), "r"(y),
+               "r"(z), "r"(shared)
+               : "memory");
+}
+
+__device__ __forceinline__ void add_box(const CUtensorMap* map, int x, int y, int z, uint32_t shared) {
+  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map), "r"(x),
+               "r"(y), "r"(z), "r"(shared)
+               : "memory");
+}
+
 }  // namespace ptx

@@ -30,6 +30,14 @@ __device__ __forceinline__ void wgmma_done(float (&sums)[kSums]) {
   for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
 }
 
+// Stores four 8x8 matrices of 16-bit values as the accumulators hold them, packed in pairs; lane l gives the address of row
+// l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix(uint32_t shared, const uint32_t (&matrices)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(matrices[0]),
+               "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+               : "memory");
+}
+
 // Moves registers between the warpgroups of a block; all warps of this one together.
 template <int kCount>
 __device__ __forceinline__ void release_registers() {

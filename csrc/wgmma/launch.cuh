@@ -24,13 +24,24 @@ inline PFN_cuTensorMapEncodeTiled_v12000 encoder() {
   return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
 }
 
+template <typename T>
+constexpr DType kType = std::is_same_v<T, __half> ? DType::float16 : DType::bfloat16;
+
 struct Dimension {
   uint64_t size, bytes;  // from one to the next; the first one is contiguous
 };
 
-// A map of 16-bit values, whose boxes land in shared memory with their rows of 128 bytes swizzled.
-template <typename T, int kDimensions>
-cudaError_t make_map(CUtensorMap* map, const void* data, const Dimension (&dimensions)[kDimensions], int columns, int rows) {
+inline CUtensorMapDataType map_type(DType type) {
+  switch (type) {
+    case DType::float32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case DType::bfloat16: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    default: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  }
+}
+
+// A map whose boxes lie in shared memory with their rows of 128 bytes swizzled.
+template <int kDimensions>
+cudaError_t make_map(CUtensorMap* map, DType type, const void* data, const Dimension (&dimensions)[kDimensions], int columns, int rows) {
   cuuint64_t sizes[kDimensions], strides[kDimensions];
   cuuint32_t box[kDimensions], steps[kDimensions];
   for (int i = 0; i < kDimensions; ++i) {
@@ -40,9 +51,8 @@ cudaError_t make_map(CUtensorMap* map, const void* data, const Dimension (&dimen
     box[i] = i == 0 ? columns : i == 1 ? rows : 1;
     steps[i] = 1;
   }
-  const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   if (!encoder()) return cudaErrorInsufficientDriver;
-  const CUresult result = encoder()(map, type, kDimensions, const_cast<void*>(data), sizes, strides + 1, box, steps,
+  const CUresult result = encoder()(map, map_type(type), kDimensions, const_cast<void*>(data), sizes, strides + 1, box, steps,
                                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
@@ -53,13 +63,13 @@ cudaError_t start_gemm(const Config& config, const GemmProblem& p, int blocks, c
   CUtensorMap a_map{}, w_map;
   if (!p.a.gather) {
     const Dimension dimensions[] = {{uint64_t(p.K), 0}, {uint64_t(p.S), p.a.row_bytes}};
-    if (const cudaError_t error = make_map<T>(&a_map, p.a.data, dimensions, kTileK, kTile)) return error;
+    if (const cudaError_t error = make_map(&a_map, kType<T>, p.a.data, dimensions, kTileK, kTile)) return error;
   }
   using Piece = Pieces<kMajorW>;
   const uint64_t N = p.N, K = p.K;
   const Dimension dimensions[] = {
       {Piece::kAlongK ? K : N, 0}, {Piece::kAlongK ? N : K, p.w_row_bytes}, {uint64_t(p.E), uint64_t(p.w_expert_bytes)}};
-  if (const cudaError_t error = make_map<T>(&w_map, p.w, dimensions, Piece::kColumns, Piece::kRows)) return error;
+  if (const cudaError_t error = make_map(&w_map, kType<T>, p.w, dimensions, Piece::kColumns, Piece::kRows)) return error;
 
   const int64_t pairs = (max_row_tiles(p.S, p.E, kTile) + kCluster - 1) / kCluster * pieces(p.N, kTileN);
   return start<kCluster>(gemm<T, kMajorW, kTerm>, kThreads, config, pairs, blocks, stream, p, a_map, w_map);
@@ -78,9 +88,15 @@ cudaError_t launch(const Config& config, const GemmProblem& p, int blocks, cudaS
 }
 
 template <typename T>
-cudaError_t launch(const Config& config, const WeightGradProblem& problem, int blocks, cudaStream_t stream) {
-  const int64_t tiles = int64_t(problem.E) * pieces(problem.M, kTile) * pieces(problem.N, kGradColumns);
-  return start(weight_grad<T>, kThreads, config, tiles, blocks, stream, problem);
+cudaError_t launch(const Config& config, const WeightGradProblem& p, int blocks, cudaStream_t stream) {
+  CUtensorMap out_map;
+  const uint64_t bytes = size_of(p.out_type);
+  const Dimension dimensions[] = {
+      {uint64_t(p.N), 0}, {uint64_t(p.M), p.out_stride * bytes}, {uint64_t(p.E), p.out_expert_stride * bytes}};
+  const int columns = int(128 / bytes);
+  if (const cudaError_t error = make_map(&out_map, p.out_type, p.out, dimensions, columns, kRows)) return error;
+  const int64_t tiles = int64_t(p.E) * pieces(p.M, kTile) * pieces(p.N, kGradColumns);
+  return start(weight_grad<T>, kThreads, config, tiles, blocks, stream, p, out_map);
 }
 
 }  // namespace moe::wgmma

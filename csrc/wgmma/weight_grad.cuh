@@ -6,11 +6,14 @@
 // 0 times what lies there may be no number.
 #pragma once
 
+#include <cuda.h>
+
 #include "../config.h"
 #include "../epilogue.cuh"
 #include "../load.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/mma.cuh"
+#include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include "../schedule.cuh"
 #include "warpgroups.cuh"
@@ -19,7 +22,8 @@ namespace moe::wgmma {
 
 constexpr int kGradColumns = 256, kGradStages = 4;
 constexpr int kGradProducerRegisters = 56, kGradConsumerRegisters = 224;
-constexpr int kBoxBytes = kTileK * 128;  // 64 columns of a stage
+constexpr int kBoxBytes = kTileK * 128;  // 64 columns of a stage; 64 rows of results, 128 bytes of each
+constexpr int kStagedBoxes = 2;          // of a consumer's results
 
 // What the producer tells the consumers.
 struct alignas(16) GradTile {
@@ -30,25 +34,23 @@ struct alignas(16) GradTile {
   float weight[kGradStages][kTileK];  // of the rows of a stage
 };
 
-template <typename T>
-__device__ __forceinline__ uint32_t weigh_pair(uint32_t pair, float2 weight);
-
-template <>
-__device__ __forceinline__ uint32_t weigh_pair<__nv_bfloat16>(uint32_t pair, float2 weight) {
-  const float2 value = __bfloat1622float2(reinterpret_cast<__nv_bfloat162&>(pair));
-  const __nv_bfloat162 weighted = __floats2bfloat162_rn(value.x * weight.x, value.y * weight.y);
-  return reinterpret_cast<const uint32_t&>(weighted);
+__device__ __forceinline__ uint32_t pack(float first, float second, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+__device__ __forceinline__ uint32_t pack(float first, float second, __half) {
+  const __half2 pair = __floats2half2_rn(first, second);
+  return reinterpret_cast<const uint32_t&>(pair);
 }
 
-template <>
-__device__ __forceinline__ uint32_t weigh_pair<__half>(uint32_t pair, float2 weight) {
-  const float2 value = __half22float2(reinterpret_cast<__half2&>(pair));
-  const __half2 weighted = __floats2half2_rn(value.x * weight.x, value.y * weight.y);
-  return reinterpret_cast<const uint32_t&>(weighted);
+__device__ __forceinline__ float2 unpack(uint32_t pair, __nv_bfloat16) {
+  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
 }
+__device__ __forceinline__ float2 unpack(uint32_t pair, __half) { return __half22float2(reinterpret_cast<const __half2&>(pair)); }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant__ WeightGradProblem p) {
+__global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant__ WeightGradProblem p,
+                                                                const __grid_constant__ CUtensorMap out_map) {
   constexpr Config kConfig{Op::weight_grad, Path::wgmma, kTileK, kGradStages, 0, true, 1, kGradColumns};
   constexpr int kStageBytes = kConfig.stage_bytes(), kBoxesA = kTile / 64, kBoxesB = kGradColumns / 64;
   static_assert(kStageBytes == (kBoxesA + kBoxesB) * kBoxBytes);
@@ -148,6 +150,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
   } else {
     ptx::take_registers<kGradConsumerRegisters>();
     const int consumer = warpgroup - 1;
+    const uint32_t results_at = stages_at + kGradStages * kStageBytes + consumer * kStagedBoxes * kBoxBytes;
     // Where ldmatrix finds this warp's 16 columns of a: lane l gives the address of 8 of them in row l % 8 or 8 + l % 8.
     const int a_row = lane / 16 * 8 + lane % 8, a_chunk = warp * 2 + lane / 8 % 2;
     const uint32_t a_at = stages_at + consumer * kBoxBytes + a_row * 128 + (a_chunk ^ a_row % 8) * 16;
@@ -174,7 +177,8 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               const float2 weight = *reinterpret_cast<const float2*>(weights + k * 16 + i / 2 * 8);
-              fragments[k][i] = weigh_pair<T>(fragments[k][i], weight);
+              const float2 value = unpack(fragments[k][i], T());
+              fragments[k][i] = pack(value.x * weight.x, value.y * weight.y, T());
             }
           }
         }
@@ -201,26 +205,72 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
       if (running >= 0 && lane == 0) ptx::barrier_arrive(empty(running));
       if (stages == 0 && p.accumulate) continue;
 
-      const int own_n = n + fours_column(lane);
-      typed(p.out, p.out_type, [&](auto* out) {
+      // Results leave by the copy engine, a box being written while the one before is under way; it leaves out what lies outside
+      // of the matrix. What is narrow is rounded once, so it is not what the engine adds to.
+      if (p.out_type == DType::float32 || !p.accumulate) {
+        const auto staged = [&](int box) { return results_at + box % kStagedBoxes * kBoxBytes; };
+        const auto begin_box = [&] {
+          if (thread == 0) ptx::wait_bulk_read<kStagedBoxes - 1>();
+          ptx::named_barrier(2 + consumer, kWarpgroup);
+        };
+        const auto send_box = [&](int box, int columns) {
+          ptx::fence_shared_for_bulk();
+          ptx::named_barrier(2 + consumer, kWarpgroup);
+          if (thread != 0) return;
+          const int x = n + box * columns, y = m + consumer * kRows;
+          p.accumulate ? ptx::add_box(&out_map, x, y, expert, staged(box)) : ptx::store_box(&out_map, x, y, expert, staged(box));
+          ptx::commit_bulk();
+        };
+        if (p.out_type == DType::float32) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int own_m = m + consumer * kRows + warp * 16 + i * 8 + lane / 4;
-          auto* own = out + expert * p.out_expert_stride + own_m * p.out_stride + own_n;
+          for (int box = 0; box < kGradColumns / 32; ++box) {
+            begin_box();
 #pragma unroll
-          for (int j = 0; j < kGradColumns / 16; ++j) {
-            Four<float> four = exchange_for_four(sums, i, j, lane);
-            if (own_m >= p.M || own_n + j * 16 >= p.N) continue;
-            if (p.accumulate) {
-              const auto before = load_4(own + j * 16, 4, true);
+            for (int j = 0; j < 4; ++j) {
 #pragma unroll
-              for (int k = 0; k < 4; ++k) four.value[k] += float(before.value[k]);
+              for (int i = 0; i < 2; ++i) {
+                const int row = warp * 16 + i * 8 + lane / 4, chunk = j * 2 + lane % 4 / 2;
+                const float* pair = &sums[(box * 4 + j) * 4 + i * 2];
+                ptx::store_shared_8(staged(box) + row * 128 + (chunk ^ row % 8) * 16 + lane % 2 * 8, pair[0], pair[1]);
+              }
             }
-            store_4(own + j * 16, four, 4, true);
+            send_box(box, 32);
+          }
+        } else {
+          const int row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;  // this lane's address is that of a row of 8 columns
+#pragma unroll
+          for (int box = 0; box < kGradColumns / 64; ++box) {
+            begin_box();
+#pragma unroll
+            for (int j = 0; j < 8; j += 2) {
+              const float* first = &sums[(box * 8 + j) * 4];
+              const uint32_t matrices[4] = {pack(first[0], first[1], T()), pack(first[2], first[3], T()),
+                                            pack(first[4], first[5], T()), pack(first[6], first[7], T())};
+              ptx::store_matrix(staged(box) + row * 128 + ((j + lane / 16) ^ row % 8) * 16, matrices);
+            }
+            send_box(box, 64);
           }
         }
-      });
+        continue;
+      }
+      const int own_n = n + fours_column(lane);
+      T* out = static_cast<T*>(p.out) + expert * p.out_expert_stride + own_n;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int own_m = m + consumer * kRows + warp * 16 + i * 8 + lane / 4;
+#pragma unroll
+        for (int j = 0; j < kGradColumns / 16; ++j) {
+          Four<float> four = exchange_for_four(sums, i, j, lane);
+          if (own_m >= p.M || own_n + j * 16 >= p.N) continue;
+          T* to = out + own_m * p.out_stride + j * 16;
+          const Four<T> before = load_4(to, 4, true);
+#pragma unroll
+          for (int k = 0; k < 4; ++k) four.value[k] += float(before.value[k]);
+          store_4(to, four, 4, true);
+        }
+      }
     }
+    if (thread == 0) ptx::wait_bulk_read<0>();  // shared memory outlives what is read of it
   }
 }
 

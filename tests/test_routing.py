@@ -1,5 +1,6 @@
 """route: the stable sort by expert, exact for every size, number of experts, dtype and id."""
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -190,3 +191,9 @@ def test_as_many_experts_as_there_can_be(kernel, E):
     before = routing.offs[(chosen - 1).clamp(min=0)].where(chosen > 0, 0)
     assert int((routing.offs[chosen] - before).sum()) == int(routing.offs[-1]) == int((expert < E).sum())
     assert routing.offs[0] >= 0 and all((part.diff() >= 0).all() for part in routing.offs.split(2**28))
+
+
+def test_number_of_experts_may_be_any_integer(kernel, place):
+    """numpy's too, which configurations are full of."""
+    ids = torch.tensor([[1, 0], [1, 2]], device=place.device)
+    assert torch.equal(kernel.route(ids, np.int64(3)).offs, kernel.route(ids, 3).offs)

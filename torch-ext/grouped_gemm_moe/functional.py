@@ -255,8 +255,8 @@ def weight_grad(
 
     Returns:
         out. Not differentiable. An expert without rows has exactly 0, or keeps what was there. The same bits in each
-        run. ``topk_weights * dy`` is rounded to x's dtype before the products, which are summed in float32; where out is
-        contiguous in N it is ``topk_weights * x`` instead.
+        run. ``topk_weights * dy`` is rounded to x's dtype before the products, which are summed in float32; where out
+        is contiguous in N it is ``topk_weights * x`` instead.
 
     Raises:
         ValueError: for shapes, dtypes, devices or strides that do not agree or are not supported, naming the argument.

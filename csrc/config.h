@@ -25,6 +25,10 @@ struct Config {
   int blocks_per_sm = 2;
   int tile_columns = kTile;
 
+  // Tiles of up to so many rows are half the work, and taken first and in pairs, which makes the last round of tiles as short
+  // as it may be. On tensor cores the weights that they read a second time would cost more.
+  __host__ __device__ constexpr int short_rows() const { return path == Path::fp32 ? kTile / 2 : 0; }
+
   __host__ __device__ constexpr int operand_bytes() const { return tile_k * (path == Path::fp32 ? kFloatPitch * 4 : kTile * 2); }
   __host__ __device__ constexpr int stage_bytes() const { return operand_bytes() / kTile * (kTile + tile_columns); }
 
@@ -42,7 +46,7 @@ struct Config {
   __host__ __device__ constexpr int table_bytes() const {
     // On wgmma what the producer tells of a tile, then the barriers.
     if (path == Path::wgmma) return (op == Op::gemm ? 2 * (32 + kTile * 12 + 24) : 32 + stages * tile_k * 4 + 16) + 2 * stages * 8;
-    return op == Op::gemm ? 2 * 16 + kTile * 4 : 48 + (2 * stages + 1) * tile_k * 4;
+    return op == Op::gemm ? 2 * 16 + kTile * 4 + 16 : 48 + (2 * stages + 1) * tile_k * 4;
   }
   __host__ __device__ constexpr int shared_bytes() const { return tables_at() + table_bytes(); }
 };

@@ -27,8 +27,10 @@ struct RowTile {
 // Filled on the device by build_schedule() from the group offsets, for one launch.
 struct Schedule {
   const int* bounds;       // [E + 1]: expert e owns rows bounds[e] to bounds[e + 1]; rising, within [0, S]
-  const int* tile_count;   // how many of `tiles` are in use
+  const int* tile_count;   // how many of `tiles` are in use, from the first one on
+  const int* short_count;  // and how many from the last one back, with so few rows that two of them are one tile's work
   const RowTile* tiles;
+  int tiles_size;
   int* claimed;  // tiles taken beyond the blocks' first ones
 };
 

@@ -146,10 +146,10 @@ struct Tiles {
   Schedule schedule;
 };
 
-Tiles schedule(const Tensor& offs, int S, int E, int tile_rows, bool cover_rest, const Clear& clear, const Launch& launch) {
+Tiles schedule(const Tensor& offs, int S, int E, const Tiling& tiling, const Clear& clear, const Launch& launch) {
   check(offs.numel() == E && offs.scalar_type() == ScalarType::Int, "offs must be int32 [E]");
-  Tiles tiles{torch::stable::new_empty(offs, {schedule_words(S, E, tile_rows)}), {}};
-  check(build_schedule(static_cast<const int*>(offs.data_ptr()), S, E, tile_rows, cover_rest, clear, launch.sms,
+  Tiles tiles{torch::stable::new_empty(offs, {schedule_words(S, E, tiling.rows)}), {}};
+  check(build_schedule(static_cast<const int*>(offs.data_ptr()), S, E, tiling, clear, launch.sms,
                        static_cast<int*>(tiles.scratch.data_ptr()), launch.stream, &tiles.schedule));
   return tiles;
 }
@@ -229,7 +229,7 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
                      (!e.dot_with || chunked(*dot_with, 1));
   const Config& config = choose({Op::gemm, dtype(a), aligned, boxes}, launch);
   const Clear clear = combine ? Clear{static_cast<float*>(e.out), targets * p.N} : Clear{};
-  const Tiles tiles = schedule(offs, p.S, p.E, kTile, e.out && !combine, clear, launch);
+  const Tiles tiles = schedule(offs, p.S, p.E, {kTile, config.short_rows(), e.out && !combine}, clear, launch);
   p.schedule = tiles.schedule;
   run(config, dtype(a), p, launch);
 }
@@ -279,7 +279,7 @@ void weight_grad(const Tensor& x, const Tensor& dy, const Tensor& offs, const Ma
   const bool narrow = p.out_type == dtype(x) || p.out_type == DType::float32;
   const bool boxes = narrow && chunked(out, transposed ? 1 : 2) && boxed(out);
   const Config& config = choose({Op::weight_grad, dtype(x), aligned, boxes}, launch);
-  const Tiles tiles = schedule(offs, int(S), p.E, 0, false, {}, launch);
+  const Tiles tiles = schedule(offs, int(S), p.E, {}, {}, launch);
   p.schedule = tiles.schedule;
   run(config, dtype(x), p, launch);
 }

@@ -33,8 +33,8 @@ inline int64_t max_row_tiles(int64_t S, int64_t E, int tile_rows) {
   return bound < S ? bound : S;
 }
 
-// 32-bit words of scratch that build_schedule() fills: tiles (first, for their alignment), bounds and two counters.
-inline int64_t schedule_words(int64_t S, int64_t E, int tile_rows) { return 4 * max_row_tiles(S, E, tile_rows) + E + 3; }
+// 32-bit words of scratch that build_schedule() fills: tiles (first, for their alignment), bounds and three counters.
+inline int64_t schedule_words(int64_t S, int64_t E, int tile_rows) { return 4 * max_row_tiles(S, E, tile_rows) + E + 4; }
 
 // Memory to be filled with zeros on the way.
 struct Clear {
@@ -42,9 +42,15 @@ struct Clear {
   int64_t count;
 };
 
-// Fills `scratch` from the cumulative group ends `offs` (int32 [E]); tile_rows 0 leaves out the tiles. Rows past the
-// last group get tiles of expert -1 where `cover_rest` asks for them.
-cudaError_t build_schedule(const int* offs, int S, int E, int tile_rows, bool cover_rest, const Clear& clear, int sms,
-                           int* scratch, cudaStream_t stream, Schedule* schedule);
+// Which tiles there shall be: of up to `rows` rows (0: none), apart those of up to short_rows, and where cover_rest asks for
+// them tiles of expert -1 for the rows past the last group.
+struct Tiling {
+  int rows, short_rows;
+  bool cover_rest;
+};
+
+// Fills `scratch` from the cumulative group ends `offs` (int32 [E]).
+cudaError_t build_schedule(const int* offs, int S, int E, const Tiling& tiling, const Clear& clear, int sms, int* scratch,
+                           cudaStream_t stream, Schedule* schedule);
 
 }  // namespace moe

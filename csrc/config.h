@@ -11,7 +11,7 @@ enum class Path { fp32, mma, wgmma };
 // How many pieces of `size` it takes; in unsigned arithmetic, for rounding up passes 2^31 where the extent comes near it.
 __host__ __device__ constexpr int pieces(unsigned extent, unsigned size) { return int((extent + size - 1) / size); }
 
-// Output tiles have 128 rows, and as many columns but for wgmma; a row dot has one partial sum for 128 columns.
+// Output tiles have 128 rows, and as many columns but for wgmma; a row dot has one partial sum a tile.
 constexpr int kTile = 128;
 constexpr int kFloatPitch = kTile + 4;  // of a row of a staged float32 operand; the 4 spread rows over the banks
 

@@ -63,7 +63,7 @@ struct Epilogue {
   int64_t bias_stride;
   const void* dot_with;  // rows like those of `out` in the operand type, or null: no row dot
   int64_t dot_with_stride;
-  float* dot;  // [ceil(N / 128), S], by assignment
+  float* dot;  // [ceil(N / 128), S], by assignment: partial sums, and zeros where a kernel makes fewer of them
   bool out_vector, dot_vector;  // 16 bytes may be moved at once
 };
 

@@ -127,15 +127,19 @@ Rows rows(const Tensor& tensor, bool gather) {
   return {static_cast<const char*>(tensor.data_ptr()), row_bytes(tensor, row_stride(tensor)), gather};
 }
 
+bool flat(const Tensor& tensor, ScalarType type, int64_t count) {
+  return tensor.scalar_type() == type && tensor.numel() == count && tensor.is_contiguous();
+}
+
 RowMap row_map(const MaybeTensor& row_assignment, int64_t top_k, int64_t S) {
-  check(!row_assignment || (row_assignment->numel() == S && row_assignment->scalar_type() == ScalarType::Int),
-        "row_assignment must be int32 [S]");
-  return {row_assignment ? static_cast<const int*>(row_assignment->data_ptr()) : nullptr, top_k > 0 ? int(top_k) : 1};
+  check(!row_assignment || flat(*row_assignment, ScalarType::Int, S), "row_assignment must be contiguous int32 [S]");
+  const RowMap map{row_assignment ? static_cast<const int*>(row_assignment->data_ptr()) : nullptr, top_k > 0 ? int(top_k) : 1};
+  check(S % map.top_k == 0, "every token must have top_k rows");
+  return map;
 }
 
 const float* weights(const MaybeTensor& row_weight, int64_t S) {
-  check(!row_weight || (row_weight->numel() == S && row_weight->scalar_type() == ScalarType::Float),
-        "row_weight must be float32 [S]");
+  check(!row_weight || flat(*row_weight, ScalarType::Float, S), "row_weight must be contiguous float32 [S]");
   return row_weight ? static_cast<const float*>(row_weight->data_ptr()) : nullptr;
 }
 
@@ -147,7 +151,7 @@ struct Tiles {
 };
 
 Tiles schedule(const Tensor& offs, int S, int E, const Tiling& tiling, const Clear& clear, const Launch& launch) {
-  check(offs.numel() == E && offs.scalar_type() == ScalarType::Int, "offs must be int32 [E]");
+  check(flat(offs, ScalarType::Int, E), "offs must be contiguous int32 [E]");
   Tiles tiles{torch::stable::new_empty(offs, {schedule_words(S, E, tiling.rows)}), {}};
   check(build_schedule(static_cast<const int*>(offs.data_ptr()), S, E, tiling, clear, launch.sms,
                        static_cast<int*>(tiles.scratch.data_ptr()), launch.stream, &tiles.schedule));
@@ -215,8 +219,7 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
     check(dot_with->dim() == 2 && dot_with->size(0) == (destination == Destination::row ? S : S / p.map.top_k) &&
               dot_with->size(1) == p.N && dtype(*dot_with) == dtype(a),
           "dot_with must have a row for each row of the result, in the type of a");
-    check(dot->numel() == pieces(p.N, kTile) * S && dot->scalar_type() == ScalarType::Float,
-          "dot must be float32 [ceil(N / 128), S]");
+    check(flat(*dot, ScalarType::Float, pieces(p.N, kTile) * S), "dot must be contiguous float32 [ceil(N / 128), S]");
     e.dot_with = dot_with->data_ptr();
     e.dot_with_stride = row_stride(*dot_with);
     e.dot_vector = vectorizable(*dot_with, 1);

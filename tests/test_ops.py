@@ -129,6 +129,17 @@ def test_gemm_combine(ops, setting):
                 assert not dot.any()
 
 
+def test_row_dot_of_infinities(ops, setting):
+    """An infinite value makes an infinite dot, and no NaN of what lies beside the matrix."""
+    rows = Rows(40, 72, 200, 5, 3, setting.dtype, setting.device, "uniform")
+    rows.x[7, 3] = float("inf")
+    W, other = rows.W.abs().clamp(min=0.1), rows.dy.abs().clamp(min=0.1)
+    dot = torch.zeros(-(-200 // DOT_COLUMNS), rows.S, dtype=rows.wide, device=setting.device)
+    ops.gemm(rows.x, W, rows.offs, rows.row_assignment, rows.k, True, True, None, None, other, dot, None)
+    infinite = torch.arange(rows.S, device=setting.device) // rows.k == 7
+    assert (dot.sum(0)[infinite] == float("inf")).all() and dot.sum(0)[~infinite].isfinite().all()
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("wide", [False, True], ids=["own dtype", "wide"])
 def test_weight_grad(ops, setting, wide, transposed):

@@ -54,6 +54,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   constexpr int kBytesA = kTile * kTileK * 2, kBytesW = kTileN * kTileK * 2, kStageBytes = kConfig.stage_bytes();
   constexpr int kTilesAcross = kStrip * kTile / kTileN;
   static_assert(sizeof(T) == 2 && kStageBytes == kBytesA + kBytesW);
+  static_assert(kConfig.table_bytes() == kConsumers * sizeof(Tile) + (2 * kStages + 3 * kConsumers) * 8);
 
   extern __shared__ __align__(1024) unsigned char shared[];
   Tile* const tiles = reinterpret_cast<Tile*>(shared + kConfig.tables_at());
@@ -66,7 +67,8 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   const int rank = ptx::cluster_rank();
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kStages; ++slot) {
-      ptx::barrier_init(full(slot), p.a.gather ? kWarpgroup + 1 : 1);  // every copying thread, and who asks the copy engine
+      // Every copying thread, and who asks the copy engine; or every warp, so that none falls a round of the ring behind.
+      ptx::barrier_init(full(slot), p.a.gather ? kWarpgroup + 1 : kWarpgroup / 32);
       ptx::barrier_init(empty(slot), kCluster * 4);  // every warp of a tile's consumers
     }
     for (int table = 0; table < kConsumers; ++table) {
@@ -178,6 +180,8 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
             } else {
               ptx::barrier_arrive(landed);
             }
+          } else if (!p.a.gather && lane == 0) {
+            ptx::barrier_arrive(landed);
           }
           if (p.a.gather) {
             const bool inside = live && k + chunk * 8 < p.K;
@@ -261,7 +265,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
           const int row = half * kRows + own_thread / 32 * 16 + i * 8 + lane / 4;  // of the tile
           const int own_column = tile.column + fours_column(lane);
           const bool own = row < tile.rows;
-          const auto inside = [&](int j) { return own && own_column + j * 16 < p.N; };
+          const auto inside = [&](int j) { return own && own_column < p.N - j * 16; };  // N may be near 2^31
 
           if (kTerm && to.dot_with && works) {
             const int64_t with_row = by_row ? tile.row + row : tile.token[row];
@@ -277,6 +281,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
 #pragma unroll
               for (int j = 0; j < kTogether; ++j) {
                 const Four<float> four = exchange_for_four(sums[half], i, first + j, lane);
+                if (!inside(first + j)) continue;  // an infinite row of A makes NaN of the zeros there
 #pragma unroll
                 for (int n = 0; n < 4; ++n) {
                   dot = fmaf(four.value[n], float(reinterpret_cast<const Four<T>&>(other[j]).value[n]), dot);
@@ -285,7 +290,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
             }
             dot += __shfl_xor_sync(~0u, dot, 1);
             dot += __shfl_xor_sync(~0u, dot, 2);
-            // A partial sum a tile.
+            // A partial sum a tile, of which there are fewer than `dot` has room for.
             if (own && lane % 4 == 0) to.dot[int64_t(tile.column / kTileN) * p.S + tile.assignment[row]] = dot;
           }
           if (!to.out) continue;

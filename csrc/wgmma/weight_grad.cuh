@@ -97,13 +97,16 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
         tile.expert = expert, tile.m = m, tile.n = n, tile.stages = stages, tile.done = done;
         ptx::barrier_arrive(tile_full);
       }
-      if (done) break;
+      if (done) {
+        ptx::wait_copies<0>();  // no thread ends before its copies
+        break;
+      }
       int claimed;
       if (thread == 0) claimed = claim_tile(p.schedule);
 
       // -1 past the last row.
       const auto assignment_of = [&](int stage) {
-        const unsigned row = begin + stage * kTileK + looked;
+        const unsigned row = begin + unsigned(stage) * kTileK + looked;
         if (lane >= 16 || row >= end) return -1;
         return p.map.row_assignment ? p.map.row_assignment[row] : int(row);
       };
@@ -126,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
 #pragma unroll
         for (int i = 0; i < kCopied; ++i) {
           const int token = __shfl_sync(~0u, own_token, i * 4 + lane / 8);
-          const unsigned row = begin + stage * kTileK + first + i * 16;
+          const unsigned row = begin + unsigned(stage) * kTileK + first + i * 16;
           const char* a = row_address(a_from, p.a.gather ? token : row, p.a.row_bytes);
           const char* b = row_address(b_from, p.b.gather ? token : row, p.b.row_bytes);
           const uint32_t row_to = slot_to + i * 16 * 128;

@@ -13,11 +13,10 @@ struct TilePosition {
 // and of an output that is added to stays in L2 while the rows stream past. docs/design.md has the widths that were tried.
 constexpr int kStrip = 8;
 
-template <int kStripTiles = kStrip>
-__device__ __forceinline__ TilePosition tile_position(int tile, int row_tiles, int column_tiles) {
-  const int strip_tiles = row_tiles * min(kStripTiles, column_tiles);
-  const int first_column = tile / strip_tiles * kStripTiles, inside = tile % strip_tiles;
-  const int columns = min(kStripTiles, column_tiles - first_column);
+__device__ __forceinline__ TilePosition tile_position(int tile, int row_tiles, int column_tiles, int strip = kStrip) {
+  const int strip_tiles = row_tiles * min(strip, column_tiles);
+  const int first_column = tile / strip_tiles * strip, inside = tile % strip_tiles;
+  const int columns = min(strip, column_tiles - first_column);
   return {inside / columns, first_column + inside % columns};
 }
 

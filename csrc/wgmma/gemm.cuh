@@ -52,7 +52,6 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
          const __grid_constant__ CUtensorMap w_map) {
   constexpr Config kConfig{Op::gemm, Path::wgmma, kTileK, kStages, 0, true, 1, kTileN};
   constexpr int kBytesA = kTile * kTileK * 2, kBytesW = kTileN * kTileK * 2, kStageBytes = kConfig.stage_bytes();
-  constexpr int kTilesAcross = kStrip * kTile / kTileN;
   static_assert(sizeof(T) == 2 && kStageBytes == kBytesA + kBytesW);
   static_assert(kConfig.table_bytes() == kConsumers * sizeof(Tile) + (2 * kStages + 3 * kConsumers) * 8);
 
@@ -85,9 +84,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   Turn<kStages> turn;
   if (warpgroup == 0) {
     ptx::release_registers<kProducerRegisters>();
-    const int row_tiles = *p.schedule.tile_count, row_pairs = pieces(row_tiles, kCluster), column_tiles = pieces(p.N, kTileN);
-    const int all_stages = pieces(p.K, kTileK);
-
+    const int row_tiles = *p.schedule.tile_count, all_stages = pieces(p.K, kTileK);
     // The next tile, looked up in steps, of which each uses what the one before asked memory for.
     int number = blockIdx.x / kCluster;
     bool done;
@@ -96,8 +93,12 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     float weight;
     const auto look_up = [&](int step) {
       if (step == 0) {
+        const int row_pairs = pieces(row_tiles, kCluster), column_tiles = pieces(ptx::keep(p.N), kTileN);  // not held meanwhile
         done = number >= row_pairs * column_tiles;
-        const TilePosition position = tile_position<kTilesAcross>(done ? 0 : number, max(row_pairs, 1), column_tiles);
+        // Where little is multiplied for each sum that is added, what is added to has to stay in L2 (docs/design.md).
+        const bool bound_by_sums = ptx::keep(int(p.epilogue.destination)) == int(Destination::token) && ptx::keep(p.K) <= 1024;
+        const int strip = bound_by_sums ? 2 : kStrip * kTile / kTileN;
+        const TilePosition position = tile_position(done ? 0 : number, max(row_pairs, 1), column_tiles, strip);
         const int own = position.row_tile * kCluster + rank, other = own ^ 1;
         const RowTile none{-1, 0, 0, 0};
         rows = !done && own < row_tiles ? p.schedule.tiles[own] : none;

@@ -164,6 +164,11 @@ def check(kernel, problem, dy=None, cancels=False, **options):
     return y
 
 
+def misaligned(t, offset=1):
+    """A contiguous copy of t that begins `offset` elements behind the start of an allocation."""
+    return torch.cat([t.new_zeros(offset), t.flatten()])[offset:].view_as(t)
+
+
 @contextmanager
 def deterministic():
     """Deterministic algorithms: torch then also fills what torch.empty returns with NaN."""

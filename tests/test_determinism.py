@@ -101,9 +101,7 @@ def test_memory_of_the_operands_does_not_matter(kernel, function):
     problem = problems.make(function, 33, 65, 7, 9, 2)
     want = problems.run(kernel, problem)
     for shift in range(1, 4):
-        shifted = {
-            name: torch.cat([t.new_zeros(shift), t.flatten()])[shift:].view_as(t) for name, t in problem.tensors.items()
-        }
+        shifted = {name: problems.misaligned(t, shift) for name, t in problem.tensors.items()}
         same(problems.run(kernel, problem._replace(tensors=shifted)), want)
 
 

@@ -1,5 +1,7 @@
 """Sizes, layouts and memory at their edges. Results and gradients are held against the oracle throughout."""
 
+from functools import partial
+
 import oracle
 import problems
 import pytest
@@ -144,13 +146,6 @@ def test_dirty_allocator(kernel, dtype):
         assert y.isfinite().all() and W.grad.isfinite().all() and a.grad.isfinite().all()
 
 
-def misaligned(offset):
-    def shift(t):
-        return torch.cat([t.new_zeros(offset), t.flatten()])[offset:].view_as(t)
-
-    return shift
-
-
 ROWS = {  # views of [rows, columns] with the values of `t`, or of its first row or column
     "transposed": lambda t: t.T.contiguous().T,
     "sliced": lambda t: torch.cat([t, t], 1)[:, : t.shape[1]],
@@ -159,7 +154,7 @@ ROWS = {  # views of [rows, columns] with the values of `t`, or of its first row
     "one row": lambda t: t[:1].expand_as(t),
     "one column": lambda t: t[:, :1].expand_as(t),
     "one number": lambda t: t[:1, :1].expand_as(t),
-    **{f"misaligned by {n}": misaligned(n) for n in (1, 2, 3, 5, 7)},
+    **{f"misaligned by {n}": partial(problems.misaligned, offset=n) for n in (1, 2, 3, 5, 7)},
 }
 WEIGHTS = {  # views of [E, N, K]
     "transposed": lambda W: W.transpose(1, 2).contiguous().transpose(1, 2),
@@ -175,8 +170,8 @@ WEIGHTS = {  # views of [E, N, K]
     "one expert": lambda W: W[:1].expand_as(W),
     "one row": lambda W: W[:, :1].expand_as(W),
     "one column": lambda W: W[:, :, :1].expand_as(W),
-    "misaligned": misaligned(1),
-    "misaligned and transposed": lambda W: misaligned(3)(W.transpose(1, 2).contiguous()).transpose(1, 2),
+    "misaligned": problems.misaligned,
+    "misaligned and transposed": lambda W: problems.misaligned(W.transpose(1, 2).contiguous(), 3).transpose(1, 2),
 }
 
 

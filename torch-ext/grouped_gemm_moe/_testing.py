@@ -67,6 +67,12 @@ def configs() -> list[Config]:
     ]
 
 
+def configs_here() -> list[Config]:
+    """Those of them that the current GPU may get."""
+    major, minor = torch.cuda.get_device_capability()
+    return [config for config in configs() if config.selectable_on(10 * major + minor)]
+
+
 @contextlib.contextmanager
 def forced(name: str | None = None, blocks: int = 0):
     """Runs the calls inside with the configuration of this name where it fits their op and dtype (None: as always).

@@ -20,11 +20,22 @@
 
 namespace moe::wgmma {
 
-constexpr int kCluster = 2, kTileN = 192, kStages = 5;
-constexpr int kFours = kTileN / 16;  // of each of a thread's rows
-constexpr int kTogether = 4;         // loads at a time, for more of which there are no registers
+#ifndef CLUSTER
+#define CLUSTER 2
+#endif
+constexpr int kCluster = CLUSTER, kTogether = 4;
 // Of an SM's 64 K registers a thread of 384 gets 168 at first; bringing takes few of them, multiplying many.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+// How the two consumers share the work: they take whole tiles in turn, or each half of the rows of every tile.
+template <int kTileN_>
+struct Form {
+  static constexpr int kTileN = kTileN_;
+  static constexpr bool kInTurns = kTileN <= 192;
+  static constexpr int kStages = kTileN <= 192 ? 5 : 4;
+  static constexpr int kHalves = kInTurns ? 2 : 1;  // of 64 rows, of a consumer's tile
+  static constexpr int kFours = kTileN / 16;        // of each of a thread's rows
+};
 
 // What the producer tells the consumers of a tile.
 struct Tile {
@@ -38,18 +49,21 @@ struct Tile {
 
 // W is brought in pieces, which the CTAs of a cluster take in turn where they share it: halves of its rows, or where it is
 // contiguous along n 64 columns by half of k.
-template <Major kMajorW>
+template <Major kMajorW, int kTileN>
 struct Pieces {
   static constexpr bool kAlongK = kMajorW == Major::k;
-  static constexpr int kColumns = kAlongK ? kTileK : 64, kRows = kAlongK ? kTileN / 2 : kTileK / 2;  // of a box
-  static constexpr int kCount = kAlongK ? 2 : kTileN / 64 * 2;
+  static constexpr int kColumns = kAlongK ? kTileK : 64, kRows = kAlongK ? kTileN / kCluster : kTileK / kCluster;  // of a box
+  static constexpr int kCount = kAlongK ? kCluster : kTileN / 64 * kCluster;
 };
 
 // kTerm: there is a bias or a row dot, not both.
-template <typename T, Major kMajorW, bool kTerm>
+template <typename T, int kTileN, Major kMajorW, bool kTerm>
 __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     gemm(const __grid_constant__ GemmProblem p, const __grid_constant__ CUtensorMap a_map,
          const __grid_constant__ CUtensorMap w_map) {
+  using F = Form<kTileN>;
+  constexpr int kStages = F::kStages, kFours = F::kFours, kHalves = F::kHalves;
+  constexpr bool kInTurns = F::kInTurns;
   constexpr Config kConfig{Op::gemm, Path::wgmma, kTileK, kStages, 0, true, 1, kTileN};
   constexpr int kBytesA = kTile * kTileK * 2, kBytesW = kTileN * kTileK * 2, kStageBytes = kConfig.stage_bytes();
   static_assert(sizeof(T) == 2 && kStageBytes == kBytesA + kBytesW);
@@ -68,11 +82,11 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     for (int slot = 0; slot < kStages; ++slot) {
       // Every copying thread, and who asks the copy engine; or every warp, so that none falls a round of the ring behind.
       ptx::barrier_init(full(slot), p.a.gather ? kWarpgroup + 1 : kWarpgroup / 32);
-      ptx::barrier_init(empty(slot), kCluster * 4);  // every warp of a tile's consumers
+      ptx::barrier_init(empty(slot), kCluster * 4 * (kInTurns ? 1 : kConsumers));  // every warp of a tile's consumers
     }
     for (int table = 0; table < kConsumers; ++table) {
       ptx::barrier_init(tile_full(table), kWarpgroup);
-      ptx::barrier_init(tile_empty(table), kWarpgroup);
+      ptx::barrier_init(tile_empty(table), kInTurns ? kWarpgroup : kConsumers * kWarpgroup);
       ptx::barrier_init(turn_to(table), kWarpgroup);
     }
     ptx::barrier_init_fence();
@@ -89,7 +103,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     int number = blockIdx.x / kCluster;
     bool done;
     RowTile rows;
-    int other_expert, column, assignment;  // the other CTA's expert; the assignment of row `thread`
+    int alike, column, assignment;  // the other CTA's expert; the assignment of row `thread`
     float weight;
     const auto look_up = [&](int step) {
       if (step == 0) {
@@ -98,11 +112,23 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
         // Where little is multiplied for each sum that is added, what is added to has to stay in L2 (docs/design.md).
         const bool bound_by_sums = ptx::keep(int(p.epilogue.destination)) == int(Destination::token) && ptx::keep(p.K) <= 1024;
         const int strip = bound_by_sums ? 2 : kStrip * kTile / kTileN;
-        const TilePosition position = tile_position(done ? 0 : number, max(row_pairs, 1), column_tiles, strip);
-        const int own = position.row_tile * kCluster + rank, other = own ^ 1;
+#ifdef STRIP
+        const int strip_ = STRIP;
+#else
+        const int strip_ = strip;
+#endif
+        const TilePosition position = tile_position(done ? 0 : number, max(row_pairs, 1), column_tiles, strip_);
+        const int own = position.row_tile * kCluster + rank;
         const RowTile none{-1, 0, 0, 0};
         rows = !done && own < row_tiles ? p.schedule.tiles[own] : none;
-        other_expert = !done && other < row_tiles ? p.schedule.tiles[other].expert : -1;
+        // The CTAs of the cluster whose tiles are of this expert; -1: none has a tile.
+        alike = rows.expert >= 0 ? 1 : -1;
+#pragma unroll
+        for (int i = 1; i < kCluster; ++i) {
+          const int other = own ^ i;
+          const int expert = !done && other < row_tiles ? p.schedule.tiles[other].expert : -1;
+          if (expert >= 0) alike = max(alike, 0) + (expert == rows.expert);
+        }
         column = position.column_tile * kTileN;
         number += gridDim.x / kCluster;
       } else if (step == 1) {
@@ -125,8 +151,8 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     Turn<kConsumers> table;
     bool told = false;
     for (;; table.advance()) {
-      const bool live = rows.expert >= 0, shares = live && rows.expert == other_expert;
-      const int stages = live || other_expert >= 0 ? all_stages : 0;  // the cluster's two CTAs go through the ring together
+      const bool live = rows.expert >= 0, shares = alike == kCluster;
+      const int stages = alike >= 0 ? all_stages : 0;  // the cluster's two CTAs go through the ring together
       ptx::barrier_wait(tile_empty(table.slot), table.parity ^ 1);
       Tile& tile = tiles[table.slot];
       ptx::named_barrier(1, kWarpgroup);  // every producing thread has read the sources of the tile before
@@ -139,7 +165,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
       tile.weight[thread] = weight;
       ptx::barrier_arrive(tile_full(table.slot));
       if (done) {
-        if (told) break;
+        if (told || !kInTurns) break;
         told = true;  // one consumer, and then the other
         continue;
       }
@@ -165,12 +191,12 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
             if (live) {
               ptx::barrier_arrive_expecting(landed, kBytesW + (p.a.gather ? 0 : kBytesA));
               if (!p.a.gather) ptx::load_box(a, &a_map, landed, k, tile.row);
-              using Piece = Pieces<kMajorW>;
+              using Piece = Pieces<kMajorW, kTileN>;
 #pragma unroll 1
               for (int piece = shares ? rank : 0; piece < Piece::kCount; piece += shares ? kCluster : 1) {
                 // From the start of the tile; boxes of 128 bytes a row lie one after the other.
-                const int n = Piece::kAlongK ? piece * Piece::kRows : piece / 2 * 64;
-                const int depth = Piece::kAlongK ? 0 : piece % 2 * Piece::kRows;
+                const int n = Piece::kAlongK ? piece * Piece::kRows : piece / kCluster * 64;
+                const int depth = Piece::kAlongK ? 0 : piece % kCluster * Piece::kRows;
                 const int x = Piece::kAlongK ? k : tile.column + n, y = Piece::kAlongK ? tile.column + n : k + depth;
                 if (shares) {
                   ptx::load_box_for_all<kCluster>(w + (n + depth) * 128, &w_map, landed, x, y, tile.expert);
@@ -204,24 +230,25 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     const auto release = [&](int slot) {
       if (lane < kCluster) ptx::barrier_arrive_cluster(ptx::barrier_of(empty(slot), lane));
     };
-    const Tile& tile = tiles[consumer];
-    for (int parity = 0;; parity ^= 1) {
-      ptx::barrier_wait(tile_full(consumer), parity);
+    Turn<kConsumers> table{kInTurns ? consumer : 0};
+    for (;; table.advance()) {
+      ptx::barrier_wait(tile_full(table.slot), table.parity);
+      const Tile& tile = tiles[table.slot];
       if (tile.done) break;
-      const int stages = tile.stages;
-      const bool works = tile.expert >= 0;
+      const int stages = tile.stages, first_row = kInTurns ? 0 : consumer * kRows;
+      const bool works = tile.expert >= 0 && tile.rows > first_row;
       turn = {tile.slot, tile.parity};
-      float sums[2][kTileN / 2] = {};
+      float sums[kHalves][kTileN / 2] = {};
       // A consumer begins when all stages of the tile before have landed: a barrier tells the phase it is in from the one before
       // and from no other. The first of them begins at once.
-      ptx::barrier_wait(turn_to(consumer), consumer == 0 ? parity ^ 1 : parity);
-      if (works) {
+      if (kInTurns) ptx::barrier_wait(turn_to(consumer), consumer == 0 ? table.parity ^ 1 : table.parity);
+      const auto multiply = [&](auto halves) {
         int running = -1;  // the slot whose products may not have ended
 #pragma unroll 1
         for (int s = 0; s < stages; ++s, turn.advance()) {
           ptx::barrier_wait(full(turn.slot), turn.parity);
           if (p.a.gather) ptx::fence_shared_for_wgmma();  // cp.async writes as threads do
-          const uint32_t a = stages_at + turn.slot * kStageBytes;
+          const uint32_t a = stages_at + turn.slot * kStageBytes + first_row * 128;
           const uint32_t w = stages_at + turn.slot * kStageBytes + kBytesA;
           ptx::wgmma_fence();
 #pragma unroll
@@ -230,7 +257,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
             const uint64_t w_matrix = kMajorW == Major::k ? ptx::matrix_descriptor(w + k * 2, 0, 8 * 128)
                                                           : ptx::matrix_descriptor(w + k * 128, kTileK * 128, 8 * 128);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            for (int half = 0; half < halves; ++half) {
               const uint64_t a_matrix = ptx::matrix_descriptor(a + half * kRows * 128 + k * 2, 0, 8 * 128);
               ptx::Wgmma<T, kTileN, kMajorW == Major::mn>::multiply(sums[half], a_matrix, w_matrix);
             }
@@ -240,30 +267,35 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
           if (running >= 0) release(running);
           running = turn.slot;
         }
-        ptx::barrier_arrive(turn_to(consumer ^ 1));
+        if (kInTurns) ptx::barrier_arrive(turn_to(consumer ^ 1));
         ptx::wgmma_wait<0>();
 #pragma unroll
-        for (int half = 0; half < 2; ++half) ptx::wgmma_done(sums[half]);
+        for (int half = 0; half < halves; ++half) ptx::wgmma_done(sums[half]);
         if (running >= 0) release(running);
+      };
+      if (works && (kHalves == 1 || tile.rows <= kRows)) {
+        multiply(Constant<1>{});
+      } else if (works) {
+        multiply(Constant<kHalves>{});
       } else {
 #pragma unroll 1
         for (int s = 0; s < stages; ++s, turn.advance()) {
           ptx::barrier_wait(full(turn.slot), turn.parity);
           release(turn.slot);
         }
-        ptx::barrier_arrive(turn_to(consumer ^ 1));
+        if (kInTurns) ptx::barrier_arrive(turn_to(consumer ^ 1));
       }
 
       const Epilogue& to = p.epilogue;
       const bool combine = to.destination == Destination::token, by_row = to.destination == Destination::row;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (tile.rows <= half * kRows) continue;
+      for (int half = 0; half < kHalves; ++half) {
+        if (tile.rows <= first_row + half * kRows) continue;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           // What follows from the thread's number is not held from row to row.
           const int own_thread = int(ptx::keep(threadIdx.x) % kWarpgroup), lane = own_thread % 32;
-          const int row = half * kRows + own_thread / 32 * 16 + i * 8 + lane / 4;  // of the tile
+          const int row = first_row + half * kRows + own_thread / 32 * 16 + i * 8 + lane / 4;  // of the tile
           const int own_column = tile.column + fours_column(lane);
           const bool own = row < tile.rows;
           const auto inside = [&](int j) { return own && own_column < p.N - j * 16; };  // N may be near 2^31
@@ -323,7 +355,8 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
           }
         }
       }
-      ptx::barrier_arrive(tile_empty(consumer));
+      ptx::barrier_arrive(tile_empty(table.slot));
+      if (kInTurns) table.advance();
     }
   }
   ptx::cluster_barrier();  // a CTA's shared memory outlives what the other one sends there

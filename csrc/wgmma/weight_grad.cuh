@@ -115,32 +115,45 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
       float weight[2] = {weight_of(assignment[0])};
       const char* a_from = p.a.data + int64_t(m) * sizeof(T) + chunk * 16;
       const char* b_from = p.b.data + int64_t(n) * sizeof(T) + chunk * 16;
+      const bool whole_tile = m + kTile <= p.M && n + kGradColumns <= p.N;
       const int m_left = p.M - m - chunk * 8, n_left = p.N - n - chunk * 8;
 #pragma unroll 1
       for (int stage = 0; stage < stages; ++stage, turn.advance()) {
         assignment[2] = assignment_of(stage + 2);
         weight[1] = weight_of(assignment[1]);
         const int own_token = assignment[0] < 0 ? -1 : assignment[0] / p.map.top_k;
+        // All addresses first: a register that a copy has taken its address from is not free for a while.
+        const char *a[kCopied], *b[kCopied];
+        bool inside[kCopied];
+#pragma unroll
+        for (int i = 0; i < kCopied; ++i) {
+          const int token = __shfl_sync(~0u, own_token, i * 4 + lane / 8);
+          const unsigned row = begin + unsigned(stage) * kTileK + first + i * 16;
+          inside[i] = token >= 0;
+          a[i] = ptx::keep(row_address(a_from, p.a.gather ? token : row, p.a.row_bytes));
+          b[i] = ptx::keep(row_address(b_from, p.b.gather ? token : row, p.b.row_bytes));
+        }
         ptx::barrier_wait(empty(turn.slot), turn.parity ^ 1);
         if (lane < 16) tile.weight[turn.slot][looked] = weight[0];
         __syncwarp();
         if (lane == 0) ptx::barrier_arrive(full(turn.slot));
         const uint32_t slot_to = to + turn.slot * kStageBytes;
+        const auto copy = [&](auto whole) {
 #pragma unroll
-        for (int i = 0; i < kCopied; ++i) {
-          const int token = __shfl_sync(~0u, own_token, i * 4 + lane / 8);
-          const unsigned row = begin + unsigned(stage) * kTileK + first + i * 16;
-          const char* a = row_address(a_from, p.a.gather ? token : row, p.a.row_bytes);
-          const char* b = row_address(b_from, p.b.gather ? token : row, p.b.row_bytes);
-          const uint32_t row_to = slot_to + i * 16 * 128;
+          for (int i = 0; i < kCopied; ++i) {
 #pragma unroll
-          for (int box = 0; box < kBoxesA; ++box) {
-            ptx::copy_16_or_zero(row_to + box * kBoxBytes, a + box * 128, token >= 0 && m_left > box * 64);
+            for (int box = 0; box < kBoxesA + kBoxesB; ++box) {
+              const bool of_a = box < kBoxesA;
+              const int ahead = of_a ? box : box - kBoxesA;
+              const bool live = whole || (inside[i] && (of_a ? m_left : n_left) > ahead * 64);
+              ptx::copy_16_or_zero(slot_to + i * 16 * 128 + box * kBoxBytes, (of_a ? a[i] : b[i]) + ahead * 128, live);
+            }
           }
-#pragma unroll
-          for (int box = 0; box < kBoxesB; ++box) {
-            ptx::copy_16_or_zero(row_to + (kBoxesA + box) * kBoxBytes, b + box * 128, token >= 0 && n_left > box * 64);
-          }
+        };
+        if (whole_tile && (stage + 1) * kTileK <= int(end - begin)) {
+          copy(Constant<true>{});
+        } else {
+          copy(Constant<false>{});
         }
         ptx::barrier_arrive_after_copies(full(turn.slot));
         assignment[0] = assignment[1], assignment[1] = assignment[2], weight[0] = weight[1];

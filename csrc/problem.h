@@ -34,6 +34,12 @@ struct Schedule {
   int* claimed;  // tiles taken beyond the blocks' first ones
 };
 
+// The order of the tiles: column tiles are taken a strip at a time; inside a strip row tiles are, a group at a time; inside a
+// group the rows advance first. What a strip's columns and a group's rows read and add to is meant to stay in L2 meanwhile.
+struct Raster {
+  int group, strip;  // in row tiles, in column tiles
+};
+
 // Rows of a matrix, read in expert order or, gathered, by the token of each row's assignment.
 struct Rows {
   const char* data;
@@ -76,6 +82,7 @@ struct GemmProblem {
   uint32_t w_row_bytes;  // rows of w lie along its contiguous dimension
   Major w_major;
   Schedule schedule;
+  Raster raster;
   Epilogue epilogue;
 };
 

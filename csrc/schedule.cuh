@@ -9,15 +9,16 @@ struct TilePosition {
   int row_tile, column_tile;
 };
 
-// Column tiles are taken kStrip at a time; inside a strip the row tiles advance, so that the strip's part of the weights
-// and of an output that is added to stays in L2 while the rows stream past. docs/design.md has the widths that were tried.
-constexpr int kStrip = 8;
+// Of the kernels of every GPU; docs/design.md has the widths that were tried.
+constexpr Raster kRaster{1, 8};
 
-__device__ __forceinline__ TilePosition tile_position(int tile, int row_tiles, int column_tiles, int strip = kStrip) {
-  const int strip_tiles = row_tiles * min(strip, column_tiles);
-  const int first_column = tile / strip_tiles * strip, inside = tile % strip_tiles;
-  const int columns = min(strip, column_tiles - first_column);
-  return {inside / columns, first_column + inside % columns};
+__device__ __forceinline__ TilePosition tile_position(int tile, int row_tiles, int column_tiles, Raster raster = kRaster) {
+  const int strip_tiles = row_tiles * min(raster.strip, column_tiles);
+  const int first_column = tile / strip_tiles * raster.strip, inside = tile % strip_tiles;
+  const int columns = min(raster.strip, column_tiles - first_column);
+  const int first_row = inside / (raster.group * columns) * raster.group, of_group = inside % (raster.group * columns);
+  const int rows = min(raster.group, row_tiles - first_row);
+  return {first_row + of_group % rows, first_column + of_group / rows};
 }
 
 // The next tile of this launch that no block has taken: blocks start with the tile of their index and then claim one

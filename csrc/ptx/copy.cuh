@@ -88,6 +88,12 @@ __device__ __forceinline__ void load_shared_16(float* to, uint32_t shared) {
                : "r"(shared));
 }
 
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t shared) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(shared));
+  return value;
+}
+
 __device__ __forceinline__ void store_shared_8(uint32_t shared, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared), "f"(first), "f"(second) : "memory");
 }

@@ -20,28 +20,19 @@
 
 namespace moe::wgmma {
 
-#ifndef CLUSTER
-#define CLUSTER 2
-#endif
-constexpr int kCluster = CLUSTER, kTogether = 4;
+constexpr int kCluster = 2, kTileN = 192, kStages = 5;
+constexpr int kFours = kTileN / 16;  // of each of a thread's rows
+constexpr int kDotBoxes = 2, kDotStages = (kTileN / 64 + 1) / 2;  // a stage holds so many boxes of 64 columns of what dots are taken with
 // Of an SM's 64 K registers a thread of 384 gets 168 at first; bringing takes few of them, multiplying many.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
-// How the two consumers share the work: they take whole tiles in turn, or each half of the rows of every tile.
-template <int kTileN_>
-struct Form {
-  static constexpr int kTileN = kTileN_;
-  static constexpr bool kInTurns = kTileN <= 192;
-  static constexpr int kStages = kTileN <= 192 ? 5 : 4;
-  static constexpr int kHalves = kInTurns ? 2 : 1;  // of 64 rows, of a consumer's tile
-  static constexpr int kFours = kTileN / 16;        // of each of a thread's rows
-};
+constexpr int kNone = -1, kNoMore = -2;  // instead of an expert
 
 // What the producer tells the consumers of a tile.
 struct Tile {
-  int expert, row, rows, column;  // rows 0: this CTA has none, though the other one has
+  int expert, row, rows, column;  // expert kNone: this CTA has none, though the other one may; kNoMore: there are none
   int stages, slot, parity;       // how many, and where in the ring the first one is
-  int done;                       // there are no more tiles
+  int shares;                     // the cluster's tiles have one expert
   int assignment[kTile], token[kTile];
   float weight[kTile];
 };
@@ -49,21 +40,20 @@ struct Tile {
 
 // W is brought in pieces, which the CTAs of a cluster take in turn where they share it: halves of its rows, or where it is
 // contiguous along n 64 columns by half of k.
-template <Major kMajorW, int kTileN>
+template <Major kMajorW>
 struct Pieces {
   static constexpr bool kAlongK = kMajorW == Major::k;
-  static constexpr int kColumns = kAlongK ? kTileK : 64, kRows = kAlongK ? kTileN / kCluster : kTileK / kCluster;  // of a box
-  static constexpr int kCount = kAlongK ? kCluster : kTileN / 64 * kCluster;
+  static constexpr int kColumns = kAlongK ? kTileK : 64, kRows = kAlongK ? kTileN / 2 : kTileK / 2;  // of a box
+  static constexpr int kCount = kAlongK ? 2 : kTileN / 64 * 2;
 };
 
-// kTerm: there is a bias or a row dot, not both.
-template <typename T, int kTileN, Major kMajorW, bool kTerm>
+// What there is besides products and weights; not both.
+enum class Term { none, bias, dot };
+
+template <typename T, Major kMajorW, Term kTerm>
 __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     gemm(const __grid_constant__ GemmProblem p, const __grid_constant__ CUtensorMap a_map,
          const __grid_constant__ CUtensorMap w_map) {
-  using F = Form<kTileN>;
-  constexpr int kStages = F::kStages, kFours = F::kFours, kHalves = F::kHalves;
-  constexpr bool kInTurns = F::kInTurns;
   constexpr Config kConfig{Op::gemm, Path::wgmma, kTileK, kStages, 0, true, 1, kTileN};
   constexpr int kBytesA = kTile * kTileK * 2, kBytesW = kTileN * kTileK * 2, kStageBytes = kConfig.stage_bytes();
   static_assert(sizeof(T) == 2 && kStageBytes == kBytesA + kBytesW);
@@ -78,15 +68,17 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   const auto tile_empty = [&](int table) { return barriers + (2 * kStages + kConsumers + table) * 8; };
   const auto turn_to = [&](int consumer) { return barriers + (2 * kStages + 2 * kConsumers + consumer) * 8; };
   const int rank = ptx::cluster_rank();
+  constexpr bool kDots = kTerm == Term::dot;
+  const bool copies = kDots || p.a.gather;
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kStages; ++slot) {
       // Every copying thread, and who asks the copy engine; or every warp, so that none falls a round of the ring behind.
-      ptx::barrier_init(full(slot), p.a.gather ? kWarpgroup + 1 : kWarpgroup / 32);
-      ptx::barrier_init(empty(slot), kCluster * 4 * (kInTurns ? 1 : kConsumers));  // every warp of a tile's consumers
+      ptx::barrier_init(full(slot), copies ? kWarpgroup + 1 : kWarpgroup / 32);
+      ptx::barrier_init(empty(slot), kCluster * 4);  // every warp of a tile's consumers
     }
     for (int table = 0; table < kConsumers; ++table) {
       ptx::barrier_init(tile_full(table), kWarpgroup);
-      ptx::barrier_init(tile_empty(table), kInTurns ? kWarpgroup : kConsumers * kWarpgroup);
+      ptx::barrier_init(tile_empty(table), kWarpgroup);
       ptx::barrier_init(turn_to(table), kWarpgroup);
     }
     ptx::barrier_init_fence();
@@ -98,37 +90,22 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   Turn<kStages> turn;
   if (warpgroup == 0) {
     ptx::release_registers<kProducerRegisters>();
-    const int row_tiles = *p.schedule.tile_count, all_stages = pieces(p.K, kTileK);
     // The next tile, looked up in steps, of which each uses what the one before asked memory for.
     int number = blockIdx.x / kCluster;
-    bool done;
     RowTile rows;
-    int alike, column, assignment;  // the other CTA's expert; the assignment of row `thread`
+    int other_expert, column, assignment;  // the other CTA's expert; the assignment of row `thread`
     float weight;
     const auto look_up = [&](int step) {
       if (step == 0) {
-        const int row_pairs = pieces(row_tiles, kCluster), column_tiles = pieces(ptx::keep(p.N), kTileN);  // not held meanwhile
-        done = number >= row_pairs * column_tiles;
-        // Where little is multiplied for each sum that is added, what is added to has to stay in L2 (docs/design.md).
-        const bool bound_by_sums = ptx::keep(int(p.epilogue.destination)) == int(Destination::token) && ptx::keep(p.K) <= 1024;
-        const int strip = bound_by_sums ? 2 : kStrip * kTile / kTileN;
-#ifdef STRIP
-        const int strip_ = STRIP;
-#else
-        const int strip_ = strip;
-#endif
-        const TilePosition position = tile_position(done ? 0 : number, max(row_pairs, 1), column_tiles, strip_);
-        const int own = position.row_tile * kCluster + rank;
-        const RowTile none{-1, 0, 0, 0};
+        const int row_tiles = *p.schedule.tile_count, row_pairs = pieces(row_tiles, kCluster);
+        const int column_tiles = pieces(ptx::keep(p.N), kTileN);  // not held meanwhile
+        const bool done = number >= row_pairs * column_tiles;
+        const Raster raster{ptx::keep(p.raster.group), ptx::keep(p.raster.strip)};
+        const TilePosition position = tile_position(done ? 0 : number, max(row_pairs, 1), column_tiles, raster);
+        const int own = position.row_tile * kCluster + rank, other = own ^ 1;
+        const RowTile none{done ? kNoMore : kNone, 0, 0, 0};
         rows = !done && own < row_tiles ? p.schedule.tiles[own] : none;
-        // The CTAs of the cluster whose tiles are of this expert; -1: none has a tile.
-        alike = rows.expert >= 0 ? 1 : -1;
-#pragma unroll
-        for (int i = 1; i < kCluster; ++i) {
-          const int other = own ^ i;
-          const int expert = !done && other < row_tiles ? p.schedule.tiles[other].expert : -1;
-          if (expert >= 0) alike = max(alike, 0) + (expert == rows.expert);
-        }
+        other_expert = !done && other < row_tiles ? p.schedule.tiles[other].expert : kNone;
         column = position.column_tile * kTileN;
         number += gridDim.x / kCluster;
       } else if (step == 1) {
@@ -144,33 +121,34 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     // A thread copies a 16-byte chunk of every 16th row.
     constexpr int kCopied = kTile / 16;
     const int chunk = thread % 8, first = thread / 8;
-    const uint32_t to = stages_at + first * 128 + (chunk ^ first % 8) * 16;
+    const auto to_slot = [&](int slot) { return stages_at + slot * kStageBytes + first * 128 + (chunk ^ first % 8) * 16; };
     // The sources of the stages of a trip differ by constants, which costs no instruction.
     constexpr int kTrip = 4;
 
     Turn<kConsumers> table;
-    bool told = false;
-    for (;; table.advance()) {
-      const bool live = rows.expert >= 0, shares = alike == kCluster;
-      const int stages = alike >= 0 ? all_stages : 0;  // the cluster's two CTAs go through the ring together
+    const auto tell = [&] {
       ptx::barrier_wait(tile_empty(table.slot), table.parity ^ 1);
       Tile& tile = tiles[table.slot];
       ptx::named_barrier(1, kWarpgroup);  // every producing thread has read the sources of the tile before
       if (thread == 0) {
         tile.expert = rows.expert, tile.row = rows.row, tile.rows = rows.rows, tile.column = column;
-        tile.stages = stages, tile.slot = turn.slot, tile.parity = turn.parity, tile.done = done;
+        // The cluster's two CTAs go through the ring together.
+        tile.stages = rows.expert >= 0 || other_expert >= 0 ? pieces(ptx::keep(p.K), kTileK) : 0;
+        tile.shares = rows.expert >= 0 && rows.expert == other_expert;
+        tile.slot = turn.slot, tile.parity = turn.parity;
       }
       tile.assignment[thread] = assignment;
       tile.token[thread] = assignment / p.map.top_k;
       tile.weight[thread] = weight;
       ptx::barrier_arrive(tile_full(table.slot));
-      if (done) {
-        if (told || !kInTurns) break;
-        told = true;  // one consumer, and then the other
-        continue;
-      }
-
+    };
+    for (;; table.advance()) {
+      tell();
+      if (rows.expert == kNoMore) break;
+      const bool live = rows.expert >= 0;
+      const Tile& tile = tiles[table.slot];
       ptx::named_barrier(1, kWarpgroup);  // they read the tile too
+      const int stages = tile.stages;
       const char* from[kCopied];
       if (p.a.gather) {
 #pragma unroll
@@ -191,14 +169,14 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
             if (live) {
               ptx::barrier_arrive_expecting(landed, kBytesW + (p.a.gather ? 0 : kBytesA));
               if (!p.a.gather) ptx::load_box(a, &a_map, landed, k, tile.row);
-              using Piece = Pieces<kMajorW, kTileN>;
+              using Piece = Pieces<kMajorW>;
 #pragma unroll 1
-              for (int piece = shares ? rank : 0; piece < Piece::kCount; piece += shares ? kCluster : 1) {
+              for (int piece = tile.shares ? rank : 0; piece < Piece::kCount; piece += tile.shares ? kCluster : 1) {
                 // From the start of the tile; boxes of 128 bytes a row lie one after the other.
-                const int n = Piece::kAlongK ? piece * Piece::kRows : piece / kCluster * 64;
-                const int depth = Piece::kAlongK ? 0 : piece % kCluster * Piece::kRows;
+                const int n = Piece::kAlongK ? piece * Piece::kRows : piece / 2 * 64;
+                const int depth = Piece::kAlongK ? 0 : piece % 2 * Piece::kRows;
                 const int x = Piece::kAlongK ? k : tile.column + n, y = Piece::kAlongK ? tile.column + n : k + depth;
-                if (shares) {
+                if (tile.shares) {
                   ptx::load_box_for_all<kCluster>(w + (n + depth) * 128, &w_map, landed, x, y, tile.expert);
                 } else {
                   ptx::load_box(w + (n + depth) * 128, &w_map, landed, x, y, tile.expert);
@@ -207,48 +185,71 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
             } else {
               ptx::barrier_arrive(landed);
             }
-          } else if (!p.a.gather && lane == 0) {
+          } else if (!copies && lane == 0) {
             ptx::barrier_arrive(landed);
           }
           if (p.a.gather) {
             const bool inside = live && k + chunk * 8 < p.K;
-            const uint32_t slot_to = to + turn.slot * kStageBytes;
+            const uint32_t slot_to = to_slot(turn.slot);
 #pragma unroll
             for (int i = 0; i < kCopied; ++i) ptx::copy_16_or_zero(slot_to + i * 16 * 128, from[i] + s * 128, inside);
-            ptx::barrier_arrive_after_copies(landed);
           }
+          if (copies) ptx::barrier_arrive_after_copies(landed);
           turn.advance();
         }
 #pragma unroll
         for (int i = 0; i < kCopied; ++i) from[i] += kTrip * 128;
         if (step < kSteps) look_up(step++);
       }
+      // What the dots are taken with follows as two more stages, so that nobody waits for it.
+      if (kDots && stages) {
+        const auto& to = p.epilogue;
+#pragma unroll 1
+        for (int box = 0; box < kTileN / 64; box += kDotBoxes, turn.advance()) {
+          const int own_chunk = int(ptx::keep(threadIdx.x)) % 8, left = min(p.N - tile.column, kTileN) - box * 64 - own_chunk * 8;
+          ptx::barrier_wait(empty(turn.slot), turn.parity ^ 1);
+          const char* with = static_cast<const char*>(to.dot_with) + (int64_t(tile.column) + box * 64 + own_chunk * 8) * 2;
+#pragma unroll 2  // there are no registers for more
+          for (int i = 0; i < kCopied; ++i) {
+            const int row = first + i * 16;
+            const int with_row = to.destination == Destination::row ? tile.row + (row < tile.rows ? row : 0) : tile.token[row];
+#pragma unroll
+            for (int j = 0; j < kDotBoxes; ++j) {
+              ptx::copy_16_or_zero(to_slot(turn.slot) + i * 16 * 128 + j * kBytesA, with + with_row * to.dot_with_stride * 2 + j * 128, live && j * 64 < left);
+            }
+          }
+          ptx::barrier_arrive_after_copies(full(turn.slot));
+          if (thread == 0) ptx::barrier_arrive(full(turn.slot));
+        }
+      }
     }
+    table.advance();
+    tell();  // the other consumer too
   } else {
     ptx::take_registers<kConsumerRegisters>();
     const int consumer = warpgroup - 1;
     const auto release = [&](int slot) {
       if (lane < kCluster) ptx::barrier_arrive_cluster(ptx::barrier_of(empty(slot), lane));
     };
-    Turn<kConsumers> table{kInTurns ? consumer : 0};
-    for (;; table.advance()) {
-      ptx::barrier_wait(tile_full(table.slot), table.parity);
-      const Tile& tile = tiles[table.slot];
-      if (tile.done) break;
-      const int stages = tile.stages, first_row = kInTurns ? 0 : consumer * kRows;
-      const bool works = tile.expert >= 0 && tile.rows > first_row;
+    const Tile& tile = tiles[consumer];
+    for (int parity = 0;; parity ^= 1) {
+      ptx::barrier_wait(tile_full(consumer), parity);
+      if (tile.expert == kNoMore) break;
+      const int stages = tile.stages;
+      const bool works = tile.expert >= 0;
       turn = {tile.slot, tile.parity};
-      float sums[kHalves][kTileN / 2] = {};
+      float sums[2][kTileN / 2] = {};
       // A consumer begins when all stages of the tile before have landed: a barrier tells the phase it is in from the one before
       // and from no other. The first of them begins at once.
-      if (kInTurns) ptx::barrier_wait(turn_to(consumer), consumer == 0 ? table.parity ^ 1 : table.parity);
-      const auto multiply = [&](auto halves) {
+      ptx::barrier_wait(turn_to(consumer), consumer == 0 ? parity ^ 1 : parity);
+      const auto multiply = [&](auto halves, auto columns) {
+        constexpr int kColumns = decltype(columns)::value;
         int running = -1;  // the slot whose products may not have ended
 #pragma unroll 1
         for (int s = 0; s < stages; ++s, turn.advance()) {
           ptx::barrier_wait(full(turn.slot), turn.parity);
           if (p.a.gather) ptx::fence_shared_for_wgmma();  // cp.async writes as threads do
-          const uint32_t a = stages_at + turn.slot * kStageBytes + first_row * 128;
+          const uint32_t a = stages_at + turn.slot * kStageBytes;
           const uint32_t w = stages_at + turn.slot * kStageBytes + kBytesA;
           ptx::wgmma_fence();
 #pragma unroll
@@ -259,7 +260,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
 #pragma unroll
             for (int half = 0; half < halves; ++half) {
               const uint64_t a_matrix = ptx::matrix_descriptor(a + half * kRows * 128 + k * 2, 0, 8 * 128);
-              ptx::Wgmma<T, kTileN, kMajorW == Major::mn>::multiply(sums[half], a_matrix, w_matrix);
+              ptx::Wgmma<T, kColumns, kMajorW == Major::mn>::multiply(reinterpret_cast<float(&)[kColumns / 2]>(sums[half]), a_matrix, w_matrix);
             }
           }
           ptx::wgmma_commit();
@@ -267,65 +268,84 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
           if (running >= 0) release(running);
           running = turn.slot;
         }
-        if (kInTurns) ptx::barrier_arrive(turn_to(consumer ^ 1));
+        Turn<kStages> dot_turn = turn;
+        if (kDots) {
+#pragma unroll
+          for (int s = 0; s < kDotStages; ++s, dot_turn.advance()) ptx::barrier_wait(full(dot_turn.slot), dot_turn.parity);
+        }
+        ptx::barrier_arrive(turn_to(consumer ^ 1));
         ptx::wgmma_wait<0>();
 #pragma unroll
         for (int half = 0; half < halves; ++half) ptx::wgmma_done(sums[half]);
         if (running >= 0) release(running);
       };
-      if (works && (kHalves == 1 || tile.rows <= kRows)) {
-        multiply(Constant<1>{});
+      const bool narrow = p.N - tile.column <= 128, low = tile.rows <= kRows;
+      if (works && narrow && low) {
+        multiply(Constant<1>{}, Constant<128>{});
+      } else if (works && narrow) {
+        multiply(Constant<2>{}, Constant<128>{});
+      } else if (works && low) {
+        multiply(Constant<1>{}, Constant<kTileN>{});
       } else if (works) {
-        multiply(Constant<kHalves>{});
+        multiply(Constant<2>{}, Constant<kTileN>{});
       } else {
 #pragma unroll 1
-        for (int s = 0; s < stages; ++s, turn.advance()) {
+        for (int s = 0; s < stages + (kDots && stages ? kDotStages : 0); ++s, turn.advance()) {
           ptx::barrier_wait(full(turn.slot), turn.parity);
           release(turn.slot);
         }
-        if (kInTurns) ptx::barrier_arrive(turn_to(consumer ^ 1));
+        ptx::barrier_arrive(turn_to(consumer ^ 1));
       }
 
-      const Epilogue& to = p.epilogue;
-      const bool combine = to.destination == Destination::token, by_row = to.destination == Destination::row;
+      if (kDots && works && stages) {
+        // A thread's pairs of columns lie in the chunks of a row as its sums do in registers: a warp reads all banks at once.
+        int slots[kDotStages];
+        Turn<kStages> next = turn;
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        if (tile.rows <= first_row + half * kRows) continue;
+        for (int s = 0; s < kDotStages; ++s, next.advance()) slots[s] = next.slot;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          // What follows from the thread's number is not held from row to row.
-          const int own_thread = int(ptx::keep(threadIdx.x) % kWarpgroup), lane = own_thread % 32;
-          const int row = first_row + half * kRows + own_thread / 32 * 16 + i * 8 + lane / 4;  // of the tile
-          const int own_column = tile.column + fours_column(lane);
-          const bool own = row < tile.rows;
-          const auto inside = [&](int j) { return own && own_column < p.N - j * 16; };  // N may be near 2^31
-
-          if (kTerm && to.dot_with && works) {
-            const int64_t with_row = by_row ? tile.row + row : tile.token[row];
-            const T* with = static_cast<const T*>(to.dot_with) + with_row * to.dot_with_stride + own_column;
+        for (int half = 0; half < 2; ++half) {
+          if (tile.rows <= half * kRows) continue;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int row = half * kRows + warp * 16 + i * 8 + lane / 4;
             float dot = 0.f;
 #pragma unroll
-            for (int first = 0; first < kFours; first += kTogether) {
-              ptx::Words<2> other[kTogether];  // several loads are under way before the first of them is needed
+            for (int box = 0; box < kTileN / 64; ++box) {
+              const uint32_t with = stages_at + slots[box / kDotBoxes] * kStageBytes + box % kDotBoxes * kBytesA + row * 128 + lane % 4 * 4;
 #pragma unroll
-              for (int j = 0; j < kTogether; ++j) {
-                other[j] = inside(first + j) ? ptx::load_words<2>(with + (first + j) * 16) : ptx::Words<2>{};
-              }
-#pragma unroll
-              for (int j = 0; j < kTogether; ++j) {
-                const Four<float> four = exchange_for_four(sums[half], i, first + j, lane);
-                if (!inside(first + j)) continue;  // an infinite row of A makes NaN of the zeros there
-#pragma unroll
-                for (int n = 0; n < 4; ++n) {
-                  dot = fmaf(four.value[n], float(reinterpret_cast<const Four<T>&>(other[j]).value[n]), dot);
-                }
+              for (int j = 0; j < 8; ++j) {
+                if (tile.column + box * 64 + j * 8 >= p.N) continue;  // an infinite row of A makes NaN of the zeros there
+                const float2 other = unpack(ptx::load_shared_4(with + (j ^ lane / 4) * 16), T());
+                const float* pair = &sums[half][(box * 8 + j) * 4 + i * 2];
+                dot = fmaf(pair[0], other.x, fmaf(pair[1], other.y, dot));
               }
             }
             dot += __shfl_xor_sync(~0u, dot, 1);
             dot += __shfl_xor_sync(~0u, dot, 2);
             // A partial sum a tile, of which there are fewer than `dot` has room for.
-            if (own && lane % 4 == 0) to.dot[int64_t(tile.column / kTileN) * p.S + tile.assignment[row]] = dot;
+            if (row < tile.rows && lane % 4 == 0) p.epilogue.dot[int64_t(tile.column / kTileN) * p.S + tile.assignment[row]] = dot;
           }
+        }
+        __syncwarp();
+#pragma unroll
+        for (int s = 0; s < kDotStages; ++s) release(slots[s]);
+      }
+
+      const Epilogue& to = p.epilogue;
+      const bool combine = to.destination == Destination::token, by_row = to.destination == Destination::row;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (tile.rows <= half * kRows) continue;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          // What follows from the thread's number is not held from row to row.
+          const int own_thread = int(ptx::keep(threadIdx.x) % kWarpgroup), lane = own_thread % 32;
+          const int row = half * kRows + own_thread / 32 * 16 + i * 8 + lane / 4;  // of the tile
+          const int own_column = tile.column + fours_column(lane);
+          const bool own = row < tile.rows;
+          const auto inside = [&](int j) { return own && own_column < p.N - j * 16; };  // N may be near 2^31
+
           if (!to.out) continue;
 
           const int by_map = combine ? tile.token[row] : tile.assignment[row];
@@ -333,12 +353,12 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
           char* out = static_cast<char*>(to.out) + (out_row * to.out_stride + own_column) * size_of(to.out_type);
           const float weight = tile.weight[row];
           const T* bias = nullptr;
-          if (kTerm && to.bias && works) bias = static_cast<const T*>(to.bias) + tile.expert * to.bias_stride + own_column;
+          if (kTerm == Term::bias && works) bias = static_cast<const T*>(to.bias) + tile.expert * to.bias_stride + own_column;
 #pragma unroll
           for (int j = 0; j < kFours; ++j) {
             Four<float> four = exchange_for_four(sums[half], i, j, lane);
             if (!inside(j)) continue;
-            if (kTerm && bias) {
+            if (kTerm == Term::bias && works) {
               const Four<T> added = load_4(bias + j * 16, 4, true);
 #pragma unroll
               for (int n = 0; n < 4; ++n) four.value[n] += float(added.value[n]);
@@ -355,8 +375,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
           }
         }
       }
-      ptx::barrier_arrive(tile_empty(table.slot));
-      if (kInTurns) table.advance();
+      ptx::barrier_arrive(tile_empty(consumer));
     }
   }
   ptx::cluster_barrier();  // a CTA's shared memory outlives what the other one sends there

@@ -58,38 +58,44 @@ cudaError_t make_map(CUtensorMap* map, DType type, const void* data, const Dimen
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-template <typename T, int kTileN, Major kMajorW, bool kTerm>
-cudaError_t start_gemm(const Config& config, const GemmProblem& p, int blocks, cudaStream_t stream) {
+// In pairs of row tiles. Every eight to eleven columns the rows advance, so that the tiles in work at a time are about as many
+// rows as columns and each operand is read from memory once. Where little is multiplied for each sum that is added, what is
+// added to has to stay in L2 instead (docs/design.md).
+inline Raster raster_of(const GemmProblem& p) {
+  const int columns = pieces(p.N, kTileN);
+  if (p.epilogue.destination == Destination::token && p.K <= 1024) return {1, 2};
+  return {columns > 16 ? 8 : 1, columns};
+}
+
+template <typename T, Major kMajorW, Term kTerm>
+cudaError_t start_gemm(const Config& config, GemmProblem p, int blocks, cudaStream_t stream) {
+  p.raster = raster_of(p);
   CUtensorMap a_map{}, w_map;
   if (!p.a.gather) {
     const Dimension dimensions[] = {{uint64_t(p.K), 0}, {uint64_t(p.S), p.a.row_bytes}};
     if (const cudaError_t error = make_map(&a_map, kType<T>, p.a.data, dimensions, kTileK, kTile)) return error;
   }
-  using Piece = Pieces<kMajorW, kTileN>;
+  using Piece = Pieces<kMajorW>;
   const uint64_t N = p.N, K = p.K;
   const Dimension dimensions[] = {
       {Piece::kAlongK ? K : N, 0}, {Piece::kAlongK ? N : K, p.w_row_bytes}, {uint64_t(p.E), uint64_t(p.w_expert_bytes)}};
   if (const cudaError_t error = make_map(&w_map, kType<T>, p.w, dimensions, Piece::kColumns, Piece::kRows)) return error;
 
   const int64_t pairs = (max_row_tiles(p.S, p.E, kTile) + kCluster - 1) / kCluster * pieces(p.N, kTileN);
-  return start<kCluster>(gemm<T, kTileN, kMajorW, kTerm>, kThreads, config, pairs, blocks, stream, p, a_map, w_map);
+  return start<kCluster>(gemm<T, kMajorW, kTerm>, kThreads, config, pairs, blocks, stream, p, a_map, w_map);
 }
 
-template <typename T, int kTileN, Major kMajorW>
+template <typename T, Major kMajorW>
 cudaError_t start_gemm(const Config& config, const GemmProblem& p, int blocks, cudaStream_t stream) {
-  return p.epilogue.bias || p.epilogue.dot_with ? start_gemm<T, kTileN, kMajorW, true>(config, p, blocks, stream)
-                                                : start_gemm<T, kTileN, kMajorW, false>(config, p, blocks, stream);
-}
-
-template <typename T, int kTileN>
-cudaError_t start_gemm(const Config& config, const GemmProblem& p, int blocks, cudaStream_t stream) {
-  return p.w_major == Major::k ? start_gemm<T, kTileN, Major::k>(config, p, blocks, stream)
-                               : start_gemm<T, kTileN, Major::mn>(config, p, blocks, stream);
+  if (p.epilogue.bias) return start_gemm<T, kMajorW, Term::bias>(config, p, blocks, stream);
+  if (p.epilogue.dot_with) return start_gemm<T, kMajorW, Term::dot>(config, p, blocks, stream);
+  return start_gemm<T, kMajorW, Term::none>(config, p, blocks, stream);
 }
 
 template <typename T>
 cudaError_t launch(const Config& config, const GemmProblem& p, int blocks, cudaStream_t stream) {
-  return config.tile_columns == 192 ? start_gemm<T, 192>(config, p, blocks, stream) : start_gemm<T, 256>(config, p, blocks, stream);
+  return p.w_major == Major::k ? start_gemm<T, Major::k>(config, p, blocks, stream)
+                               : start_gemm<T, Major::mn>(config, p, blocks, stream);
 }
 
 template <typename T>

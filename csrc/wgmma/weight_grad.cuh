@@ -43,11 +43,6 @@ __device__ __forceinline__ uint32_t pack(float first, float second, __half) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-__device__ __forceinline__ float2 unpack(uint32_t pair, __nv_bfloat16) {
-  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
-}
-__device__ __forceinline__ float2 unpack(uint32_t pair, __half) { return __half22float2(reinterpret_cast<const __half2&>(pair)); }
-
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant__ WeightGradProblem p,
                                                                 const __grid_constant__ CUtensorMap out_map) {

@@ -38,14 +38,14 @@ struct Config {
   __host__ __device__ constexpr int staged_pitch() const { return kTile + (path == Path::fp32 ? 4 : 8); }  // for the banks
   __host__ __device__ constexpr int row_words_at() const { return staged_at() + staged_rows * staged_pitch() * 4; }
   __host__ __device__ constexpr int tables_at() const {
-    // On wgmma results go from registers to memory, but for a weight gradient's four boxes of 8 KB.
-    if (path == Path::wgmma) return stages * stage_bytes() + (op == Op::gemm ? 0 : 4 * 8192);
+    // On wgmma what dots are taken with, eight rows of each of eight warps; a weight gradient's four boxes of 8 KB of results.
+    if (path == Path::wgmma) return stages * stage_bytes() + (op == Op::gemm ? 64 * tile_columns * 2 : 4 * 8192);
     const int results_end = row_words_at() + 2 * kTile * 4, stages_end = stages * stage_bytes();
     return results_end > stages_end ? results_end : stages_end;
   }
   __host__ __device__ constexpr int table_bytes() const {
     // On wgmma what the producer tells of a tile, then the barriers.
-    if (path == Path::wgmma) return (op == Op::gemm ? 2 * (32 + kTile * 12 + 24) : 32 + stages * tile_k * 4 + 16) + 2 * stages * 8;
+    if (path == Path::wgmma) return (op == Op::gemm ? 2 * (32 + kTile * 8 + 24) : 32 + stages * tile_k * 4 + 16) + 2 * stages * 8;
     return op == Op::gemm ? 2 * 16 + kTile * 4 + 16 : 48 + (2 * stages + 1) * tile_k * 4;
   }
   __host__ __device__ constexpr int shared_bytes() const { return tables_at() + table_bytes(); }

@@ -8,10 +8,13 @@
 
 namespace ptx {
 
-// Shared memory as wgmma reads it, with the 128-byte swizzle. `leading` and `stride` are distances in bytes between the
-// 8 x 64 cores of an operand: along its contiguous dimension (of no meaning where that is k) and across.
+// An address in shared memory without the bits that tell the CTAs of a cluster apart, which descriptors have no room for.
+__device__ __forceinline__ uint32_t within_cta(uint32_t shared) { return shared & 0x3ffff; }
+
+// Shared memory as wgmma reads it, with the 128-byte swizzle, from an address within_cta(). `leading` and `stride` are distances
+// in bytes between the 8 x 64 cores of an operand: along its contiguous dimension (of no meaning where that is k) and across.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t shared, int leading, int stride) {
-  return uint64_t((shared & 0x3ffff) >> 4) | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32 | uint64_t(1) << 62;
+  return uint64_t(shared >> 4) | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32 | uint64_t(1) << 62;
 }
 
 // Orders the accumulators' registers before the products that follow.

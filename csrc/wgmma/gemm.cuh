@@ -22,7 +22,7 @@ namespace moe::wgmma {
 
 constexpr int kCluster = 2, kTileN = 192, kStages = 5;
 constexpr int kFours = kTileN / 16;  // of each of a thread's rows
-constexpr int kDotBoxes = 2, kDotStages = (kTileN / 64 + 1) / 2;  // a stage holds so many boxes of 64 columns of what dots are taken with
+constexpr int kWithBytes = 8 * kTileN * 2;  // of what eight rows of a warp have their dots taken with
 // Of an SM's 64 K registers a thread of 384 gets 168 at first; bringing takes few of them, multiplying many.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
@@ -33,7 +33,7 @@ struct Tile {
   int expert, row, rows, column;  // expert kNone: this CTA has none, though the other one may; kNoMore: there are none
   int stages, slot, parity;       // how many, and where in the ring the first one is
   int shares;                     // the cluster's tiles have one expert
-  int assignment[kTile], token[kTile];
+  int assignment[kTile];
   float weight[kTile];
 };
 
@@ -68,12 +68,10 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   const auto tile_empty = [&](int table) { return barriers + (2 * kStages + kConsumers + table) * 8; };
   const auto turn_to = [&](int consumer) { return barriers + (2 * kStages + 2 * kConsumers + consumer) * 8; };
   const int rank = ptx::cluster_rank();
-  constexpr bool kDots = kTerm == Term::dot;
-  const bool copies = kDots || p.a.gather;
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kStages; ++slot) {
       // Every copying thread, and who asks the copy engine; or every warp, so that none falls a round of the ring behind.
-      ptx::barrier_init(full(slot), copies ? kWarpgroup + 1 : kWarpgroup / 32);
+      ptx::barrier_init(full(slot), p.a.gather ? kWarpgroup + 1 : kWarpgroup / 32);
       ptx::barrier_init(empty(slot), kCluster * 4);  // every warp of a tile's consumers
     }
     for (int table = 0; table < kConsumers; ++table) {
@@ -138,7 +136,6 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
         tile.slot = turn.slot, tile.parity = turn.parity;
       }
       tile.assignment[thread] = assignment;
-      tile.token[thread] = assignment / p.map.top_k;
       tile.weight[thread] = weight;
       ptx::barrier_arrive(tile_full(table.slot));
     };
@@ -153,7 +150,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
       if (p.a.gather) {
 #pragma unroll
         for (int i = 0; i < kCopied; ++i) {
-          from[i] = row_address(p.a.data + chunk * 16, tile.token[first + i * 16], p.a.row_bytes);
+          from[i] = row_address(p.a.data + chunk * 16, tile.assignment[first + i * 16] / p.map.top_k, p.a.row_bytes);
         }
       }
       int step = 0;
@@ -185,7 +182,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
             } else {
               ptx::barrier_arrive(landed);
             }
-          } else if (!copies && lane == 0) {
+          } else if (!p.a.gather && lane == 0) {
             ptx::barrier_arrive(landed);
           }
           if (p.a.gather) {
@@ -193,34 +190,13 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
             const uint32_t slot_to = to_slot(turn.slot);
 #pragma unroll
             for (int i = 0; i < kCopied; ++i) ptx::copy_16_or_zero(slot_to + i * 16 * 128, from[i] + s * 128, inside);
+            ptx::barrier_arrive_after_copies(landed);
           }
-          if (copies) ptx::barrier_arrive_after_copies(landed);
           turn.advance();
         }
 #pragma unroll
         for (int i = 0; i < kCopied; ++i) from[i] += kTrip * 128;
         if (step < kSteps) look_up(step++);
-      }
-      // What the dots are taken with follows as two more stages, so that nobody waits for it.
-      if (kDots && stages) {
-        const auto& to = p.epilogue;
-#pragma unroll 1
-        for (int box = 0; box < kTileN / 64; box += kDotBoxes, turn.advance()) {
-          const int own_chunk = int(ptx::keep(threadIdx.x)) % 8, left = min(p.N - tile.column, kTileN) - box * 64 - own_chunk * 8;
-          ptx::barrier_wait(empty(turn.slot), turn.parity ^ 1);
-          const char* with = static_cast<const char*>(to.dot_with) + (int64_t(tile.column) + box * 64 + own_chunk * 8) * 2;
-#pragma unroll 2  // there are no registers for more
-          for (int i = 0; i < kCopied; ++i) {
-            const int row = first + i * 16;
-            const int with_row = to.destination == Destination::row ? tile.row + (row < tile.rows ? row : 0) : tile.token[row];
-#pragma unroll
-            for (int j = 0; j < kDotBoxes; ++j) {
-              ptx::copy_16_or_zero(to_slot(turn.slot) + i * 16 * 128 + j * kBytesA, with + with_row * to.dot_with_stride * 2 + j * 128, live && j * 64 < left);
-            }
-          }
-          ptx::barrier_arrive_after_copies(full(turn.slot));
-          if (thread == 0) ptx::barrier_arrive(full(turn.slot));
-        }
       }
     }
     table.advance();
@@ -232,12 +208,32 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
       if (lane < kCluster) ptx::barrier_arrive_cluster(ptx::barrier_of(empty(slot), lane));
     };
     const Tile& tile = tiles[consumer];
+    const uint32_t operands_at = ptx::within_cta(stages_at);
+    const uint32_t with_at = stages_at + kStages * kStageBytes + (consumer * 4 + warp) * kWithBytes + lane / 4 * kTileN * 2;
     for (int parity = 0;; parity ^= 1) {
       ptx::barrier_wait(tile_full(consumer), parity);
       if (tile.expert == kNoMore) break;
       const int stages = tile.stages;
       const bool works = tile.expert >= 0;
       turn = {tile.slot, tile.parity};
+      const Epilogue& to = p.epilogue;
+      const bool combine = to.destination == Destination::token, by_row = to.destination == Destination::row;
+      // Of a thread's rows this is the first; another one follows eight rows on, and two more in the other half.
+      const auto token_of = [&](int row) { return tile.assignment[row] / p.map.top_k; };
+      // Brings what the dots of eight rows of this warp are taken with, while something else is done.
+      const auto bring = [&](int eight) {
+        const int row = eight / 2 * kRows + warp * 16 + eight % 2 * 8 + lane / 4, column = tile.column + lane % 4 * 8;
+        const bool own = row < tile.rows;
+        const int64_t with_row = by_row ? tile.row + (own ? row : 0) : token_of(row);
+        const T* with = static_cast<const T*>(to.dot_with) + with_row * to.dot_with_stride + column;
+#pragma unroll
+        for (int i = 0; i < kTileN / 32; ++i) {
+          const int chunk = i * 4 + lane % 4;
+          ptx::copy_16_or_zero(with_at + ((chunk ^ lane / 4) * 16), with + i * 32, own && i * 32 < p.N - column);
+        }
+        ptx::commit_copies();
+      };
+      if (kTerm == Term::dot && works) bring(0);
       float sums[2][kTileN / 2] = {};
       // A consumer begins when all stages of the tile before have landed: a barrier tells the phase it is in from the one before
       // and from no other. The first of them begins at once.
@@ -249,8 +245,8 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
         for (int s = 0; s < stages; ++s, turn.advance()) {
           ptx::barrier_wait(full(turn.slot), turn.parity);
           if (p.a.gather) ptx::fence_shared_for_wgmma();  // cp.async writes as threads do
-          const uint32_t a = stages_at + turn.slot * kStageBytes;
-          const uint32_t w = stages_at + turn.slot * kStageBytes + kBytesA;
+          // The same in all lanes, and known to be, so that descriptors are made once a warp.
+          const uint32_t a = operands_at + __shfl_sync(~0u, turn.slot, 0) * kStageBytes, w = a + kBytesA;
           ptx::wgmma_fence();
 #pragma unroll
           for (int k = 0; k < kTileK; k += 16) {
@@ -267,11 +263,6 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
           ptx::wgmma_wait<1>();
           if (running >= 0) release(running);
           running = turn.slot;
-        }
-        Turn<kStages> dot_turn = turn;
-        if (kDots) {
-#pragma unroll
-          for (int s = 0; s < kDotStages; ++s, dot_turn.advance()) ptx::barrier_wait(full(dot_turn.slot), dot_turn.parity);
         }
         ptx::barrier_arrive(turn_to(consumer ^ 1));
         ptx::wgmma_wait<0>();
@@ -290,50 +281,13 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
         multiply(Constant<2>{}, Constant<kTileN>{});
       } else {
 #pragma unroll 1
-        for (int s = 0; s < stages + (kDots && stages ? kDotStages : 0); ++s, turn.advance()) {
+        for (int s = 0; s < stages; ++s, turn.advance()) {
           ptx::barrier_wait(full(turn.slot), turn.parity);
           release(turn.slot);
         }
         ptx::barrier_arrive(turn_to(consumer ^ 1));
       }
 
-      if (kDots && works && stages) {
-        // A thread's pairs of columns lie in the chunks of a row as its sums do in registers: a warp reads all banks at once.
-        int slots[kDotStages];
-        Turn<kStages> next = turn;
-#pragma unroll
-        for (int s = 0; s < kDotStages; ++s, next.advance()) slots[s] = next.slot;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (tile.rows <= half * kRows) continue;
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int row = half * kRows + warp * 16 + i * 8 + lane / 4;
-            float dot = 0.f;
-#pragma unroll
-            for (int box = 0; box < kTileN / 64; ++box) {
-              const uint32_t with = stages_at + slots[box / kDotBoxes] * kStageBytes + box % kDotBoxes * kBytesA + row * 128 + lane % 4 * 4;
-#pragma unroll
-              for (int j = 0; j < 8; ++j) {
-                if (tile.column + box * 64 + j * 8 >= p.N) continue;  // an infinite row of A makes NaN of the zeros there
-                const float2 other = unpack(ptx::load_shared_4(with + (j ^ lane / 4) * 16), T());
-                const float* pair = &sums[half][(box * 8 + j) * 4 + i * 2];
-                dot = fmaf(pair[0], other.x, fmaf(pair[1], other.y, dot));
-              }
-            }
-            dot += __shfl_xor_sync(~0u, dot, 1);
-            dot += __shfl_xor_sync(~0u, dot, 2);
-            // A partial sum a tile, of which there are fewer than `dot` has room for.
-            if (row < tile.rows && lane % 4 == 0) p.epilogue.dot[int64_t(tile.column / kTileN) * p.S + tile.assignment[row]] = dot;
-          }
-        }
-        __syncwarp();
-#pragma unroll
-        for (int s = 0; s < kDotStages; ++s) release(slots[s]);
-      }
-
-      const Epilogue& to = p.epilogue;
-      const bool combine = to.destination == Destination::token, by_row = to.destination == Destination::row;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (tile.rows <= half * kRows) continue;
@@ -346,9 +300,27 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
           const bool own = row < tile.rows;
           const auto inside = [&](int j) { return own && own_column < p.N - j * 16; };  // N may be near 2^31
 
+          if (kTerm == Term::dot && works) {
+            ptx::wait_copies<0>();
+            __syncwarp();
+            float dot = 0.f;
+#pragma unroll
+            for (int j = 0; j < kTileN / 8; ++j) {
+              const float2 with = unpack(ptx::load_shared_4(with_at + (j ^ lane / 4) * 16 + lane % 4 * 4), T());
+              if (tile.column + j * 8 >= p.N) continue;  // an infinite row of A makes NaN of the zeros there
+              const float* pair = &sums[half][j * 4 + i * 2];
+              dot = fmaf(pair[0], with.x, fmaf(pair[1], with.y, dot));
+            }
+            __syncwarp();
+            if (i == 0 || (half == 0 && tile.rows > kRows)) bring(half * 2 + i + 1);
+            dot += __shfl_xor_sync(~0u, dot, 1);
+            dot += __shfl_xor_sync(~0u, dot, 2);
+            // A partial sum a tile, of which there are fewer than `dot` has room for.
+            if (own && lane % 4 == 0) to.dot[int64_t(tile.column / kTileN) * p.S + tile.assignment[row]] = dot;
+          }
           if (!to.out) continue;
 
-          const int by_map = combine ? tile.token[row] : tile.assignment[row];
+          const int by_map = combine ? token_of(row) : tile.assignment[row];
           const int64_t out_row = by_row ? tile.row + row : by_map;
           char* out = static_cast<char*>(to.out) + (out_row * to.out_stride + own_column) * size_of(to.out_type);
           const float weight = tile.weight[row];

@@ -7,8 +7,8 @@
 //
 // The two CTAs of a cluster take neighbouring tiles with the same columns of b. Each gathers half of these and sends them to
 // the other one, for an SM's share of L2 reads is what else would set the pace. So the two go through the ring of stages
-// together, and a slot is empty when the consumers of both have read it: neither a CTA's copies nor what it sends comes too
-// early, and what it sent has been read.
+// together, and a slot is empty when the consumers of both have read it: then what was sent from it has arrived, and what
+// is sent to it next finds its barrier in the phase that it counts for.
 #pragma once
 
 #include <cuda.h>
@@ -30,7 +30,7 @@ constexpr int kGradProducerRegisters = 88, kGradConsumerRegisters = 208;
 constexpr int kBoxBytes = kTileK * 128;  // 64 columns of a stage; 64 rows of results, 128 bytes of each
 constexpr int kStagedBoxes = 2;          // of a consumer's results
 
-// What who claims a tile tells all others; expert past the last one: there are no more.
+// As it is told to both CTAs; m is each one's own. Expert past the last one: there are no more.
 struct GradTile {
   int expert, m, n;
   unsigned begin, end;  // its rows
@@ -69,10 +69,10 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
   GradTables& tables = *reinterpret_cast<GradTables*>(shared + kConfig.tables_at());
   const GradTile& tile = tables.tile;
   const uint32_t stages_at = ptx::shared_address(shared), barriers = ptx::shared_address(&tables + 1);
-  const auto full = [&](int slot) { return barriers + slot * 8; };                        // what this CTA gathers is there
-  const auto sent = [&](int slot) { return barriers + (kGradStages + slot) * 8; };        // what the other one gathers too
+  const auto full = [&](int slot) { return barriers + slot * 8; };                  // by what this CTA gathers
+  const auto sent = [&](int slot) { return barriers + (kGradStages + slot) * 8; };  // by the other one
   const auto empty = [&](int slot) { return barriers + (2 * kGradStages + slot) * 8; };
-  const uint32_t tile_full = barriers + 3 * kGradStages * 8, tile_empty = tile_full + 8;  // the latter of CTA 0 alone
+  const uint32_t tile_full = barriers + 3 * kGradStages * 8, tile_empty = tile_full + 8;  // of CTA 0 alone the latter
   const int rank = ptx::cluster_rank();
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kGradStages; ++slot) {
@@ -90,7 +90,7 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
   const int warp = thread / 32, lane = thread % 32;
   Turn<kGradStages> turn;
   int tile_parity = 0;
-  // Waits for the next tile, and has it overwritten when all have read it.
+  // By a whole warp; when all have come here the next one is told.
   const auto next_tile = [&] {
     ptx::barrier_wait(tile_full, tile_parity);
     tile_parity ^= 1;
@@ -108,23 +108,23 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
     const int chunk = lane % 8, first = warp * 4 + lane / 8, looked = warp * 4 + lane % 4 + lane / 4 * 16;
     const uint32_t to = stages_at + first * 128 + (chunk ^ first % 8) * 16;
 
-    // A slot's warp sends what its CTA has gathered of b.
-    Turn<kGradStages> sending;
+    // A slot's warp sends what is gathered of b there.
     static_assert(kGradStages == kWarpgroup / 32);
+    Turn<kGradStages> sending;
     const auto send = [&] {
       if (warp == sending.slot && lane == 0) {
         constexpr int kBytes = kOwnBoxesB * kBoxBytes;
         const uint32_t from = stages_at + sending.slot * kStageBytes + kBoxesA * kBoxBytes + rank * kBytes;
         const uint32_t landed = sent(sending.slot);
         ptx::barrier_wait(full(sending.slot), sending.parity);
-        ptx::barrier_arrive_expecting(landed, kBytes);  // from the other one
+        ptx::barrier_arrive_expecting(landed, kBytes);  // as many come from the other CTA
         ptx::fence_shared_for_bulk();                   // cp.async writes as threads do
         ptx::bulk_copy_to_cta(ptx::barrier_of(from, rank ^ 1), ptx::barrier_of(landed, rank ^ 1), from, kBytes);
       }
       sending.advance();
     };
 
-    // One warp of the cluster claims the next tile and tells all others.
+    // One warp of the cluster claims its tiles and tells all others.
     const bool leads = warp == 0 && rank == 0;
     int number = blockIdx.x / kGradCluster;
     const auto tell = [&] {
@@ -205,8 +205,8 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
         turn.advance();
       };
 
-      // What is gathered is sent a stage later, so that no warp waits for its own copies. The next tile is told when all must
-      // have left the one before, or where this one is short they are waited for.
+      // A stage is sent when the copies of the next one are under way. The next tile is told when all have come to this one, as
+      // a slot's second turn shows; where it is shorter they are waited for.
       const int told_at = min(stages, kGradStages);
 #pragma unroll 1
       for (int stage = 0; stage <= stages; ++stage) {
@@ -229,7 +229,7 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
       const GradTile told = next_tile();
       if (told.expert >= p.E) break;
       const int expert = told.expert, m = told.m, n = told.n, stages = stages_of(told);
-      if (p.M - m <= consumer * kRows) {  // nothing of the output, though this CTA gathers for the other one
+      if (p.M - m <= consumer * kRows) {  // nothing to multiply, though this CTA gathers for the other one
 #pragma unroll 1
         for (int stage = 0; stage < stages; ++stage, turn.advance()) {
           ptx::barrier_wait(full(turn.slot), turn.parity);

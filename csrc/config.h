@@ -44,8 +44,10 @@ struct Config {
     return results_end > stages_end ? results_end : stages_end;
   }
   __host__ __device__ constexpr int table_bytes() const {
-    // On wgmma what the producer tells of a tile, then the barriers.
-    if (path == Path::wgmma) return (op == Op::gemm ? 2 * (32 + kTile * 8 + 24) : 32 + stages * tile_k * 4 + 16) + 2 * stages * 8;
+    // On wgmma what is told of a tile, then the barriers.
+    if (path == Path::wgmma) {
+      return (op == Op::gemm ? 2 * (32 + kTile * 8 + 24) : 32 + stages * (tile_k * 4 + 8) + 16) + 2 * stages * 8;
+    }
     return op == Op::gemm ? 2 * 16 + kTile * 4 + 16 : 48 + (2 * stages + 1) * tile_k * 4;
   }
   __host__ __device__ constexpr int shared_bytes() const { return tables_at() + table_bytes(); }

@@ -106,8 +106,8 @@ cudaError_t launch(const Config& config, const WeightGradProblem& p, int blocks,
       {uint64_t(p.N), 0}, {uint64_t(p.M), p.out_stride * bytes}, {uint64_t(p.E), p.out_expert_stride * bytes}};
   const int columns = int(128 / bytes);
   if (const cudaError_t error = make_map(&out_map, p.out_type, p.out, dimensions, columns, kRows)) return error;
-  const int64_t tiles = int64_t(p.E) * pieces(p.M, kTile) * pieces(p.N, kGradColumns);
-  return start(weight_grad<T>, kThreads, config, tiles, blocks, stream, p, out_map);
+  const int64_t pairs = int64_t(p.E) * pieces(pieces(p.M, kTile), kGradCluster) * pieces(p.N, kGradColumns);
+  return start<kGradCluster>(weight_grad<T>, kThreads, config, pairs, blocks, stream, p, out_map);
 }
 
 }  // namespace moe::wgmma

@@ -4,6 +4,11 @@
 // The rows lie in shared memory as they do in memory, and are summed across. Of b the tensor cores read them so; a passes
 // through registers, where it is turned, weighted and rounded once. Both operands have zeros past the expert's last row, for
 // 0 times what lies there may be no number.
+//
+// The two CTAs of a cluster take neighbouring tiles with the same columns of b. Each gathers half of these and sends them to
+// the other one, for an SM's share of L2 reads is what else would set the pace. So the two go through the ring of stages
+// together, and a slot is empty when the consumers of both have read it: then what was sent from it has arrived, and what
+// is sent to it next finds its barrier in the phase that it counts for.
 #pragma once
 
 #include <cuda.h>
@@ -20,17 +25,20 @@
 
 namespace moe::wgmma {
 
-constexpr int kGradColumns = 256, kGradStages = 4;
-constexpr int kGradProducerRegisters = 56, kGradConsumerRegisters = 224;
+constexpr int kGradCluster = 2, kGradColumns = 256, kGradStages = 4;
+constexpr int kGradProducerRegisters = 88, kGradConsumerRegisters = 208;
 constexpr int kBoxBytes = kTileK * 128;  // 64 columns of a stage; 64 rows of results, 128 bytes of each
 constexpr int kStagedBoxes = 2;          // of a consumer's results
 
-// What the producer tells the consumers.
-struct alignas(16) GradTile {
-  int expert, m, n, stages;
-  int done;  // there are no more tiles
-  int next;  // the producer's own: the tile it has claimed
-  int unused[2];
+// As it is told to both CTAs; m is each one's own. Expert past the last one: there are no more.
+struct GradTile {
+  int expert, m, n;
+  unsigned begin, end;  // its rows
+  int unused[3];        // 32 bytes, which two stores bring
+};
+
+struct alignas(16) GradTables {
+  GradTile tile;
   float weight[kGradStages][kTileK];  // of the rows of a stage
 };
 
@@ -44,33 +52,49 @@ __device__ __forceinline__ uint32_t pack(float first, float second, __half) {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant__ WeightGradProblem p,
-                                                                const __grid_constant__ CUtensorMap out_map) {
+__global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
+    weight_grad(const __grid_constant__ WeightGradProblem p, const __grid_constant__ CUtensorMap out_map) {
   constexpr Config kConfig{Op::weight_grad, Path::wgmma, kTileK, kGradStages, 0, true, 1, kGradColumns};
   constexpr int kStageBytes = kConfig.stage_bytes(), kBoxesA = kTile / 64, kBoxesB = kGradColumns / 64;
+  constexpr int kOwnBoxesB = kBoxesB / kGradCluster;  // that a CTA gathers
   static_assert(kStageBytes == (kBoxesA + kBoxesB) * kBoxBytes);
-  static_assert(kConfig.table_bytes() == sizeof(GradTile) + 2 * (kGradStages + 1) * 8);
+  static_assert(kConfig.table_bytes() == sizeof(GradTables) + (3 * kGradStages + 2) * 8);
 
   extern __shared__ __align__(1024) unsigned char shared[];
-  GradTile& tile = *reinterpret_cast<GradTile*>(shared + kConfig.tables_at());
-  const uint32_t stages_at = ptx::shared_address(shared), barriers = ptx::shared_address(&tile + 1);
-  const auto full = [&](int slot) { return barriers + slot * 8; };
-  const auto empty = [&](int slot) { return barriers + (kGradStages + slot) * 8; };
-  const uint32_t tile_full = barriers + 2 * kGradStages * 8, tile_empty = tile_full + 8;
+  GradTables& tables = *reinterpret_cast<GradTables*>(shared + kConfig.tables_at());
+  const GradTile& tile = tables.tile;
+  const uint32_t stages_at = ptx::shared_address(shared), barriers = ptx::shared_address(&tables + 1);
+  const auto full = [&](int slot) { return barriers + slot * 8; };                  // by what this CTA gathers
+  const auto sent = [&](int slot) { return barriers + (kGradStages + slot) * 8; };  // by the other one
+  const auto empty = [&](int slot) { return barriers + (2 * kGradStages + slot) * 8; };
+  const uint32_t tile_full = barriers + 3 * kGradStages * 8, tile_empty = tile_full + 8;  // of CTA 0 alone the latter
+  const int rank = ptx::cluster_rank();
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kGradStages; ++slot) {
       ptx::barrier_init(full(slot), kWarpgroup + kWarpgroup / 32);  // every thread's copies, and every warp's weights
-      ptx::barrier_init(empty(slot), kConsumers * 4);
+      ptx::barrier_init(sent(slot), 1);
+      ptx::barrier_init(empty(slot), kGradCluster * kConsumers * 4);
     }
     ptx::barrier_init(tile_full, 1);
-    ptx::barrier_init(tile_empty, kConsumers * kWarpgroup);
+    ptx::barrier_init(tile_empty, kGradCluster * kThreads / 32);  // every warp of both
+    ptx::barrier_init_fence();
   }
-  __syncthreads();
+  ptx::cluster_barrier();
 
   const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
   const int warp = thread / 32, lane = thread % 32;
   Turn<kGradStages> turn;
   int tile_parity = 0;
+  // By a whole warp; when all have come here the next one is told.
+  const auto next_tile = [&] {
+    ptx::barrier_wait(tile_full, tile_parity);
+    tile_parity ^= 1;
+    const GradTile told = tile;
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive_cluster(ptx::barrier_of(tile_empty, 0));
+    return told;
+  };
+  const auto stages_of = [](const GradTile& of) { return pieces(of.end - of.begin, kTileK); };
   if (warpgroup == 0) {
     ptx::release_registers<kGradProducerRegisters>();
     // A warp brings 16 rows of a stage, four at a time; a thread copies a 16-byte chunk of every 64 columns of four rows. Lanes
@@ -78,26 +102,47 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
     constexpr int kCopied = 4;
     const int chunk = lane % 8, first = warp * 4 + lane / 8, looked = warp * 4 + lane % 4 + lane / 4 * 16;
     const uint32_t to = stages_at + first * 128 + (chunk ^ first % 8) * 16;
-    const int m_tiles = pieces(p.M, kTile), n_tiles = pieces(p.N, kGradColumns);
 
-    for (int number = blockIdx.x;; tile_parity ^= 1) {
-      const int expert = number / (m_tiles * n_tiles);
-      const bool done = expert >= p.E;
-      const TilePosition position = tile_position(number % (m_tiles * n_tiles), n_tiles, m_tiles);
-      const int m = position.column_tile * kTile, n = position.row_tile * kGradColumns;
-      const unsigned begin = done ? 0 : p.schedule.bounds[expert], end = done ? 0 : p.schedule.bounds[expert + 1];
-      const int stages = pieces(end - begin, kTileK);
-      if (thread == 0) {
-        ptx::barrier_wait(tile_empty, tile_parity ^ 1);
-        tile.expert = expert, tile.m = m, tile.n = n, tile.stages = stages, tile.done = done;
-        ptx::barrier_arrive(tile_full);
+    // A slot's warp sends what is gathered of b there.
+    static_assert(kGradStages == kWarpgroup / 32);
+    Turn<kGradStages> sending;
+    const auto send = [&] {
+      if (warp == sending.slot && lane == 0) {
+        constexpr int kBytes = kOwnBoxesB * kBoxBytes;
+        const uint32_t from = stages_at + sending.slot * kStageBytes + kBoxesA * kBoxBytes + rank * kBytes;
+        const uint32_t landed = sent(sending.slot);
+        ptx::barrier_wait(full(sending.slot), sending.parity);
+        ptx::barrier_arrive_expecting(landed, kBytes);  // as many come from the other CTA
+        ptx::fence_shared_for_bulk();                   // cp.async writes as threads do
+        ptx::bulk_copy_to_cta(ptx::barrier_of(from, rank ^ 1), ptx::barrier_of(landed, rank ^ 1), from, kBytes);
       }
-      if (done) {
-        ptx::wait_copies<0>();  // no thread ends before its copies
-        break;
-      }
-      int claimed;
-      if (thread == 0) claimed = claim_tile(p.schedule);
+      sending.advance();
+    };
+
+    // One warp of the cluster claims its tiles and tells all others.
+    const bool leads = warp == 0 && rank == 0;
+    int number = blockIdx.x / kGradCluster;
+    const auto tell = [&] {
+      const int n_tiles = pieces(p.N, kGradColumns), m_pairs = pieces(pieces(p.M, kTile), kGradCluster);
+      const int claimed = __shfl_sync(~0u, number, 0), expert = claimed / (m_pairs * n_tiles);
+      const TilePosition position = tile_position(claimed % (m_pairs * n_tiles), n_tiles, m_pairs, Raster{1, kRaster.strip / kGradCluster});
+      const int begin = expert < p.E ? p.schedule.bounds[expert] : 0, end = expert < p.E ? p.schedule.bounds[expert + 1] : 0;
+      ptx::barrier_wait(tile_empty, tile_parity ^ 1);
+      if (lane >= kGradCluster) return;
+      const int m = (position.column_tile * kGradCluster + lane) * kTile, n = position.row_tile * kGradColumns;
+      const uint32_t to = ptx::barrier_of(ptx::shared_address(&tile), lane), landed = ptx::barrier_of(tile_full, lane);
+      ptx::store_16_to_cta(to, landed, make_uint4(expert, m, n, begin));
+      ptx::store_16_to_cta(to + 16, landed, make_uint4(end, 0, 0, 0));
+    };
+    if (leads) tell();
+
+    for (;;) {
+      if (thread == 0) ptx::barrier_arrive_expecting(tile_full, sizeof(GradTile));
+      const GradTile told = next_tile();
+      if (told.expert >= p.E) break;
+      const unsigned begin = told.begin, end = told.end;
+      const int m = told.m, n = told.n + rank * kOwnBoxesB * 64, stages = stages_of(told);
+      if (leads && lane == 0) number = claim_tile<kGradCluster>(p.schedule);
 
       // -1 past the last row.
       const auto assignment_of = [&](int stage) {
@@ -110,10 +155,9 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
       float weight[2] = {weight_of(assignment[0])};
       const char* a_from = p.a.data + int64_t(m) * sizeof(T) + chunk * 16;
       const char* b_from = p.b.data + int64_t(n) * sizeof(T) + chunk * 16;
-      const bool whole_tile = m + kTile <= p.M && n + kGradColumns <= p.N;
-      const int m_left = p.M - m - chunk * 8, n_left = p.N - n - chunk * 8;
-#pragma unroll 1
-      for (int stage = 0; stage < stages; ++stage, turn.advance()) {
+      const int m_left = p.M - m, n_left = p.N - n;
+      const bool whole_tile = m_left >= kTile && n_left >= kOwnBoxesB * 64;
+      const auto bring = [&](int stage) {
         assignment[2] = assignment_of(stage + 2);
         weight[1] = weight_of(assignment[1]);
         const int own_token = assignment[0] < 0 ? -1 : assignment[0] / p.map.top_k;
@@ -129,19 +173,20 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
           b[i] = ptx::keep(row_address(b_from, p.b.gather ? token : row, p.b.row_bytes));
         }
         ptx::barrier_wait(empty(turn.slot), turn.parity ^ 1);
-        if (lane < 16) tile.weight[turn.slot][looked] = weight[0];
+        if (lane < 16) tables.weight[turn.slot][looked] = weight[0];
         __syncwarp();
         if (lane == 0) ptx::barrier_arrive(full(turn.slot));
-        const uint32_t slot_to = to + turn.slot * kStageBytes;
+        const uint32_t a_to = to + turn.slot * kStageBytes, b_to = a_to + (kBoxesA + rank * kOwnBoxesB) * kBoxBytes;
         const auto copy = [&](auto whole) {
 #pragma unroll
           for (int i = 0; i < kCopied; ++i) {
 #pragma unroll
-            for (int box = 0; box < kBoxesA + kBoxesB; ++box) {
+            for (int box = 0; box < kBoxesA + kOwnBoxesB; ++box) {
               const bool of_a = box < kBoxesA;
               const int ahead = of_a ? box : box - kBoxesA;
-              const bool live = whole || (inside[i] && (of_a ? m_left : n_left) > ahead * 64);
-              ptx::copy_16_or_zero(slot_to + i * 16 * 128 + box * kBoxBytes, (of_a ? a[i] : b[i]) + ahead * 128, live);
+              const bool live = whole || (inside[i] && (of_a ? m_left : n_left) > ahead * 64 + chunk * 8);
+              const uint32_t box_to = (of_a ? a_to : b_to) + ahead * kBoxBytes;
+              ptx::copy_16_or_zero(box_to + i * 16 * 128, (of_a ? a[i] : b[i]) + ahead * 128, live);
             }
           }
         };
@@ -152,24 +197,43 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
         }
         ptx::barrier_arrive_after_copies(full(turn.slot));
         assignment[0] = assignment[1], assignment[1] = assignment[2], weight[0] = weight[1];
+        turn.advance();
+      };
+
+      // A stage is sent when the copies of the next one are under way. The next tile is told when all have come to this one, as
+      // a slot's second turn shows; where it is shorter they are waited for.
+      const int told_at = min(stages, kGradStages);
+#pragma unroll 1
+      for (int stage = 0; stage <= stages; ++stage) {
+        if (stage < stages) bring(stage);
+        if (stage > 0) send();
+        if (leads && stage == told_at) tell();
       }
-      if (thread == 0) tile.next = claimed;
-      ptx::named_barrier(1, kWarpgroup);
-      number = tile.next;
-      ptx::named_barrier(1, kWarpgroup);  // before it is overwritten
     }
   } else {
     ptx::take_registers<kGradConsumerRegisters>();
     const int consumer = warpgroup - 1;
+    const auto release = [&](int slot) {
+      if (lane < kGradCluster) ptx::barrier_arrive_cluster(ptx::barrier_of(empty(slot), lane));
+    };
+    const uint32_t operands_at = ptx::within_cta(stages_at);
     const uint32_t results_at = stages_at + kGradStages * kStageBytes + consumer * kStagedBoxes * kBoxBytes;
     // Where ldmatrix finds this warp's 16 columns of a: lane l gives the address of 8 of them in row l % 8 or 8 + l % 8.
     const int a_row = lane / 16 * 8 + lane % 8, a_chunk = warp * 2 + lane / 8 % 2;
     const uint32_t a_at = stages_at + consumer * kBoxBytes + a_row * 128 + (a_chunk ^ a_row % 8) * 16;
-    for (;; tile_parity ^= 1) {
-      ptx::barrier_wait(tile_full, tile_parity);
-      if (tile.done) break;
-      const int expert = tile.expert, m = tile.m, n = tile.n, stages = tile.stages;
-      ptx::barrier_arrive(tile_empty);
+    for (;;) {
+      const GradTile told = next_tile();
+      if (told.expert >= p.E) break;
+      const int expert = told.expert, m = told.m, n = told.n, stages = stages_of(told);
+      if (p.M - m <= consumer * kRows) {  // nothing to multiply, though this CTA gathers for the other one
+#pragma unroll 1
+        for (int stage = 0; stage < stages; ++stage, turn.advance()) {
+          ptx::barrier_wait(full(turn.slot), turn.parity);
+          ptx::barrier_wait(sent(turn.slot), turn.parity);
+          release(turn.slot);
+        }
+        continue;
+      }
 
       float sums[kGradColumns / 2] = {};
       uint32_t a[2][kTileK / 16][4];  // of two stages: one is multiplied while the other is prepared
@@ -182,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
           ptx::load_matrix_transposed(fragments[k], a_at + turn.slot * kStageBytes + k * 16 * 128);
         }
         if (p.row_weight) {
-          const float* weights = tile.weight[turn.slot] + lane % 4 * 2;
+          const float* weights = tables.weight[turn.slot] + lane % 4 * 2;
 #pragma unroll
           for (int k = 0; k < kTileK / 16; ++k) {
 #pragma unroll
@@ -193,7 +257,8 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
             }
           }
         }
-        const uint32_t b = stages_at + turn.slot * kStageBytes + kBoxesA * kBoxBytes;
+        const uint32_t b = operands_at + __shfl_sync(~0u, turn.slot, 0) * kStageBytes + kBoxesA * kBoxBytes;
+        ptx::barrier_wait(sent(turn.slot), turn.parity);
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kTileK / 16; ++k) {
@@ -202,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
         }
         ptx::wgmma_commit();
         ptx::wgmma_wait<1>();
-        if (running >= 0 && lane == 0) ptx::barrier_arrive(empty(running));
+        if (running >= 0) release(running);
         running = turn.slot;
         turn.advance();
       };
@@ -213,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
       }
       ptx::wgmma_wait<0>();
       ptx::wgmma_done(sums);
-      if (running >= 0 && lane == 0) ptx::barrier_arrive(empty(running));
+      if (running >= 0) release(running);
       if (stages == 0 && p.accumulate) continue;
 
       // Results leave by the copy engine, a box being written while the one before is under way; it leaves out what lies outside
@@ -283,6 +348,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
     }
     if (thread == 0) ptx::wait_bulk_read<0>();  // shared memory outlives what is read of it
   }
+  ptx::cluster_barrier();  // and what the other CTA sends there
 }
 
 }  // namespace moe::wgmma

@@ -32,6 +32,7 @@ RECORD = {
         {"name": "moe", "dtype": "fp32", "metric": "max relative", "value": 1e-6, "limit": 1e-5, **STAMP},
     ],
     "rows": [ROW, {**ROW, "pass": "fwd+bwd", "ms": 0.6, "peers": {}}],
+    "sweeps": [{**ROW, "bytes_saved": 65_000, "peers_bytes_peak": {"unfused": 10**9}, "peers_bytes_saved": {}}],
 }
 MACHINE = {name: RECORD[name] for name in records.MACHINE}
 README = (
@@ -73,6 +74,10 @@ def test_the_form_accepts_a_record_and_part_of_one():
         (changed(rows=[ROW, {**ROW, "speed": 1}]), ["record.rows[1] should not have speed"]),
         (changed(rows=[{**ROW, "peers": {"unfused": None}}]), ["record.rows[0].peers.unfused is None"]),
         (changed(rows=ROW), [f"record.rows is {ROW!r}"]),
+        (
+            changed(sweeps=[{**RECORD["sweeps"][0], "peers_bytes_peak": {"unfused": 1.5}}]),
+            ["record.sweeps[0].peers_bytes_peak.unfused is 1.5"],
+        ),
         (changed(notes="fast"), ["record should not have notes"]),
     ],
 )
@@ -88,9 +93,10 @@ def test_rows_replace_those_of_their_kind():
     assert {**result, "rows": None} == {**RECORD, "rows": None}
 
 
-def test_other_parts_are_replaced_whole():
-    part = [{**RECORD["correctness"][0], "name": "grouped_gemm"}]
-    assert records.merged(RECORD, {**MACHINE, "correctness": part}) == changed(correctness=part)
+@pytest.mark.parametrize("name, item", [("correctness", {"name": "grouped_gemm"}), ("sweeps", {"T": 1024})])
+def test_other_parts_are_replaced_whole(name, item):
+    part = [{**RECORD[name][0], **item}]
+    assert records.merged(RECORD, {**MACHINE, name: part}) == changed(**{name: part})
 
 
 def test_the_first_part_makes_a_record():
@@ -207,8 +213,8 @@ def test_a_part_that_fails_is_recorded_and_told(monkeypatch, tmp_path, capsys):
 
 
 def test_a_gpu_names_its_file():
-    assert record_gpu.file_name("NVIDIA H200") == "h200"
-    assert record_gpu.file_name("NVIDIA RTX PRO 6000 Blackwell") == "rtx-pro-6000-blackwell"
+    assert records.file_name("NVIDIA H200") == "h200"
+    assert records.file_name("NVIDIA RTX PRO 6000 Blackwell") == "rtx-pro-6000-blackwell"
 
 
 def succeed(*command):

@@ -20,9 +20,8 @@ from matplotlib.ticker import EngFormatter  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 import record as records  # noqa: E402
-from readme_tables import PRODUCTS  # noqa: E402
+from readme_tables import BASE, DISTRIBUTIONS, PRODUCTS  # noqa: E402
 
-BASE = "qwen3-up"  # the shape that the sweeps start from
 MISSING = float("nan")
 SIZE = 8, 3.8  # inches: 100 pixels each at README's width
 STYLE = {
@@ -45,7 +44,6 @@ LOOKS = {
     "unfused": Look("unfused", "#cc79a7", "v"),
     "moe": Look("moe", "#0072b2", "o"),
 }
-DISTRIBUTIONS = {"uniform": "uniform", "zipf": "Zipf(1)", "one": "one expert"}
 
 
 def main() -> int:

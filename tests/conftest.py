@@ -67,7 +67,15 @@ def forced_settings():
 
 # The hub runs the tests that are marked for it beside the package alone, without the project's tools.
 if not (Path(__file__).resolve().parents[1] / "tools").is_dir():
-    collect_ignore = ["test_package.py", "test_cuda_build.py", "test_record.py", "test_examples.py", "test_readme.py"]
+    collect_ignore = [
+        "test_package.py",
+        "test_cuda_build.py",
+        "test_record.py",
+        "test_sweep.py",
+        "test_plot.py",
+        "test_examples.py",
+        "test_readme.py",
+    ]
 
 
 def pytest_configure(config):

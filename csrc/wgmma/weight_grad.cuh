@@ -103,22 +103,6 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
     const int chunk = lane % 8, first = warp * 4 + lane / 8, looked = warp * 4 + lane % 4 + lane / 4 * 16;
     const uint32_t to = stages_at + first * 128 + (chunk ^ first % 8) * 16;
 
-    // A slot's warp sends what is gathered of b there.
-    static_assert(kGradStages == kWarpgroup / 32);
-    Turn<kGradStages> sending;
-    const auto send = [&] {
-      if (warp == sending.slot && lane == 0) {
-        constexpr int kBytes = kOwnBoxesB * kBoxBytes;
-        const uint32_t from = stages_at + sending.slot * kStageBytes + kBoxesA * kBoxBytes + rank * kBytes;
-        const uint32_t landed = sent(sending.slot);
-        ptx::barrier_wait(full(sending.slot), sending.parity);
-        ptx::barrier_arrive_expecting(landed, kBytes);  // as many come from the other CTA
-        ptx::fence_shared_for_bulk();                   // cp.async writes as threads do
-        ptx::bulk_copy_to_cta(ptx::barrier_of(from, rank ^ 1), ptx::barrier_of(landed, rank ^ 1), from, kBytes);
-      }
-      sending.advance();
-    };
-
     // One warp of the cluster claims its tiles and tells all others.
     const bool leads = warp == 0 && rank == 0;
     int number = blockIdx.x / kGradCluster;
@@ -200,13 +184,12 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
         turn.advance();
       };
 
-      // A stage is sent when the copies of the next one are under way. The next tile is told when all have come to this one, as
-      // a slot's second turn shows; where it is shorter they are waited for.
+      // The next tile is told when all have come to this one, as a slot's second turn shows; where it is shorter they are waited
+      // for.
       const int told_at = min(stages, kGradStages);
 #pragma unroll 1
       for (int stage = 0; stage <= stages; ++stage) {
         if (stage < stages) bring(stage);
-        if (stage > 0) send();
         if (leads && stage == told_at) tell();
       }
     }
@@ -215,6 +198,16 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
     const int consumer = warpgroup - 1;
     const auto release = [&](int slot) {
       if (lane < kGradCluster) ptx::barrier_arrive_cluster(ptx::barrier_of(empty(slot), lane));
+    };
+    // Waits for what this CTA gathers, of which b goes to the other one too.
+    const auto receive = [&](const Turn<kGradStages>& of) {
+      ptx::barrier_wait(full(of.slot), of.parity);
+      ptx::fence_shared_for_wgmma();  // cp.async writes as threads do
+      if (consumer != 0 || thread != 0) return;
+      constexpr int kBytes = kOwnBoxesB * kBoxBytes;
+      const uint32_t from = stages_at + of.slot * kStageBytes + kBoxesA * kBoxBytes + rank * kBytes, landed = sent(of.slot);
+      ptx::barrier_arrive_expecting(landed, kBytes);  // as many come from the other CTA
+      ptx::bulk_copy_to_cta(ptx::barrier_of(from, rank ^ 1), ptx::barrier_of(landed, rank ^ 1), from, kBytes);
     };
     const uint32_t operands_at = ptx::within_cta(stages_at);
     const uint32_t results_at = stages_at + kGradStages * kStageBytes + consumer * kStagedBoxes * kBoxBytes;
@@ -228,7 +221,7 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
       if (p.M - m <= consumer * kRows) {  // nothing to multiply, though this CTA gathers for the other one
 #pragma unroll 1
         for (int stage = 0; stage < stages; ++stage, turn.advance()) {
-          ptx::barrier_wait(full(turn.slot), turn.parity);
+          receive(turn);
           ptx::barrier_wait(sent(turn.slot), turn.parity);
           release(turn.slot);
         }
@@ -238,9 +231,7 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
       float sums[kGradColumns / 2] = {};
       uint32_t a[2][kTileK / 16][4];  // of two stages: one is multiplied while the other is prepared
       int running = -1;               // the slot whose products may not have ended
-      const auto add_stage = [&](uint32_t (&fragments)[kTileK / 16][4]) {
-        ptx::barrier_wait(full(turn.slot), turn.parity);
-        ptx::fence_shared_for_wgmma();  // cp.async writes as threads do
+      const auto add_stage = [&](uint32_t (&fragments)[kTileK / 16][4], bool last) {
 #pragma unroll
         for (int k = 0; k < kTileK / 16; ++k) {
           ptx::load_matrix_transposed(fragments[k], a_at + turn.slot * kStageBytes + k * 16 * 128);
@@ -266,15 +257,18 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
           ptx::multiply_registers<true>(sums, fragments[k], b_matrix, T());
         }
         ptx::wgmma_commit();
+        const int slot = turn.slot;
+        turn.advance();
+        if (!last) receive(turn);  // while the products run, for sending takes a while
         ptx::wgmma_wait<1>();
         if (running >= 0) release(running);
-        running = turn.slot;
-        turn.advance();
+        running = slot;
       };
+      if (stages) receive(turn);
 #pragma unroll 1
       for (int stage = 0; stage < stages; stage += 2) {
-        add_stage(a[0]);
-        if (stage + 1 < stages) add_stage(a[1]);
+        add_stage(a[0], stage + 1 == stages);
+        if (stage + 1 < stages) add_stage(a[1], stage + 2 == stages);
       }
       ptx::wgmma_wait<0>();
       ptx::wgmma_done(sums);

@@ -203,7 +203,7 @@ __device__ __forceinline__ int sum_before(int value) {
 // written one behind the other mostly lies so.
 __global__ void __launch_bounds__(kThreads, 2)
     place(const __grid_constant__ RouteProblem p, const __grid_constant__ Pass pass) {
-  __shared__ int sorted[kTileIds];  // of a tile: where in the tile an id was, and its digit
+  __shared__ int tile[kTileIds];  // sorted: where in the tile an id was, and its digit
   extern __shared__ int shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int pair = threadIdx.x, pairs = pass.pairs;
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      if (offset_of(i) < count) sorted[mine[digit[i]] + rank[i]] = offset_of(i) << kDigitBits | digit[i];
+      if (offset_of(i) < count) tile[mine[digit[i]] + rank[i]] = offset_of(i) << kDigitBits | digit[i];
     }
 
     if (done == 0) {
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     int assignment[kItems], row[kItems];
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int place = threadIdx.x + i * kThreads, item = sorted[min(place, count - 1)];
+      const int place = threadIdx.x + i * kThreads, item = tile[min(place, count - 1)];
       assignment[i] = begin + (item >> kDigitBits);
       row[i] = shifts[item % kDigits] + place;
     }

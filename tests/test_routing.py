@@ -172,7 +172,8 @@ def test_counts_of_a_block_that_need_more_than_16_bits(kernel, E):
     routing = kernel.route(ids, E)
     assert (routing.offs[:-1] == 1).all() and routing.offs[-1] == S
     assert routing.row_assignment[0] == 7
-    assert torch.equal(routing.row_assignment[1:], (rows := torch.arange(S, dtype=torch.int32, device="cuda"))[rows != 7])
+    others = torch.arange(S, dtype=torch.int32, device="cuda")
+    assert torch.equal(routing.row_assignment[1:], others[others != 7])
 
 
 @pytest.mark.gpu(memory=40)

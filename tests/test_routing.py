@@ -6,7 +6,7 @@ import pytest
 import torch
 
 DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-# One pass of the GPU's sort has up to 1023 experts, its blocks take at least 2048 ids.
+# One pass of the GPU's sort has up to 1023 experts, its tiles have 2048 ids.
 EXPERTS = (1, 2, 127, 128, 255, 256, 1023, 1024, 1025, 5000, 70000, 2**20 + 3)
 SIZES = (0, 1, 31, 33, 511, 2048, 2049, 100003)
 DEAD = (-1, -2, -(2**31), -(2**31) - 1, -(2**40), 2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**40, 2**62)
@@ -62,7 +62,7 @@ def test_any_size(kernel, device, E, S):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_as_many_blocks_as_there_are(kernel, device, dtype):
     """The most ids for which blocks take no more than their least, one more, and many more."""
-    for S, E in ((2**18, 128), (2**18 + 1, 128), (2**18 + 1, 1025), (3_000_001, 128)):
+    for S, E in ((2**19, 128), (2**19 + 1, 128), (2**18 + 1, 1022), (2**19 + 1, 1025), (3_000_001, 128)):
         check(kernel, mixed_ids(S, E, dtype), E, device)
 
 
@@ -161,6 +161,19 @@ def test_never_waits(kernel):
             kernel.route(ids, E)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("E", [2, 1022])
+def test_counts_of_a_block_that_need_more_than_16_bits(kernel, E):
+    S = 2**24 + 5
+    ids = torch.full((S, 1), E - 1, dtype=torch.int16, device="cuda")
+    ids[7] = 0
+    routing = kernel.route(ids, E)
+    assert (routing.offs[:-1] == 1).all() and routing.offs[-1] == S
+    assert routing.row_assignment[0] == 7
+    others = torch.arange(S, dtype=torch.int32, device="cuda")
+    assert torch.equal(routing.row_assignment[1:], others[others != 7])
 
 
 @pytest.mark.gpu(memory=40)

@@ -30,6 +30,33 @@ constexpr int kGradProducerRegisters = 88, kGradConsumerRegisters = 208;
 constexpr int kBoxBytes = kTileK * 128;  // 64 columns of a stage; 64 rows of results, 128 bytes of each
 constexpr int kStagedBoxes = 2;          // of a consumer's results
 
+__device__ __forceinline__ uint32_t pack(float first, float second, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+__device__ __forceinline__ uint32_t pack(float first, float second, __half) {
+  const __half2 pair = __floats2half2_rn(first, second);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// The weights of two rows, each the sum of two bf16 values: of its 16 leading bits and of as many of the rest.
+struct WeightPair {
+  uint32_t leading, rest;
+};
+
+// A product of each of a pair with its weight, rounded once but for the last bits of a weight.
+__device__ __forceinline__ uint32_t weighted(uint32_t pair, WeightPair weights, __nv_bfloat16) {
+  const auto packed = [](uint32_t& bits) { return reinterpret_cast<__nv_bfloat162&>(bits); };
+  __nv_bfloat162 product = __hmul2_rn(packed(pair), packed(weights.rest));
+  product = __hfma2(packed(pair), packed(weights.leading), product);
+  return reinterpret_cast<uint32_t&>(product);
+}
+__device__ __forceinline__ uint32_t weighted(uint32_t pair, WeightPair weights, __half) {
+  const float2 value = unpack(pair, __half()), leading = unpack(weights.leading, __nv_bfloat16());
+  const float2 rest = unpack(weights.rest, __nv_bfloat16());
+  return pack(value.x * (leading.x + rest.x), value.y * (leading.y + rest.y), __half());
+}
+
 // As it is told to both CTAs; m is each one's own. Expert past the last one: there are no more.
 struct GradTile {
   int expert, m, n;
@@ -39,17 +66,8 @@ struct GradTile {
 
 struct alignas(16) GradTables {
   GradTile tile;
-  float weight[kGradStages][kTileK];  // of the rows of a stage
+  WeightPair weight[kGradStages][kTileK / 2];  // of the rows of a stage
 };
-
-__device__ __forceinline__ uint32_t pack(float first, float second, __nv_bfloat16) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-__device__ __forceinline__ uint32_t pack(float first, float second, __half) {
-  const __half2 pair = __floats2half2_rn(first, second);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
 
 template <typename T>
 __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
@@ -157,7 +175,12 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
           b[i] = ptx::keep(row_address(b_from, p.b.gather ? token : row, p.b.row_bytes));
         }
         ptx::barrier_wait(empty(turn.slot), turn.parity ^ 1);
-        if (lane < 16) tables.weight[turn.slot][looked] = weight[0];
+        if (lane < 16) {
+          uint16_t* const pair = reinterpret_cast<uint16_t*>(&tables.weight[turn.slot][looked / 2]) + looked % 2;
+          const __nv_bfloat16 leading = __float2bfloat16_rn(weight[0]);
+          pair[0] = __bfloat16_as_ushort(leading);
+          pair[2] = __bfloat16_as_ushort(__float2bfloat16_rn(weight[0] - __bfloat162float(leading)));
+        }
         __syncwarp();
         if (lane == 0) ptx::barrier_arrive(full(turn.slot));
         const uint32_t a_to = to + turn.slot * kStageBytes, b_to = a_to + (kBoxesA + rank * kOwnBoxesB) * kBoxBytes;
@@ -199,15 +222,21 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
     const auto release = [&](int slot) {
       if (lane < kGradCluster) ptx::barrier_arrive_cluster(ptx::barrier_of(empty(slot), lane));
     };
-    // Waits for what this CTA gathers, of which b goes to the other one too.
-    const auto receive = [&](const Turn<kGradStages>& of) {
-      ptx::barrier_wait(full(of.slot), of.parity);
+    // Waits for the next stage that this CTA gathers, of which b goes to the other one too: two stages ahead of their products,
+    // for sending takes a while.
+    constexpr int kAhead = 2;
+    Turn<kGradStages> ahead;
+    const auto receive = [&] {
+      ptx::barrier_wait(full(ahead.slot), ahead.parity);
       ptx::fence_shared_for_wgmma();  // cp.async writes as threads do
-      if (consumer != 0 || thread != 0) return;
-      constexpr int kBytes = kOwnBoxesB * kBoxBytes;
-      const uint32_t from = stages_at + of.slot * kStageBytes + kBoxesA * kBoxBytes + rank * kBytes, landed = sent(of.slot);
-      ptx::barrier_arrive_expecting(landed, kBytes);  // as many come from the other CTA
-      ptx::bulk_copy_to_cta(ptx::barrier_of(from, rank ^ 1), ptx::barrier_of(landed, rank ^ 1), from, kBytes);
+      if (consumer == 0 && thread == 0) {
+        constexpr int kBytes = kOwnBoxesB * kBoxBytes;
+        const uint32_t from = stages_at + ahead.slot * kStageBytes + kBoxesA * kBoxBytes + rank * kBytes;
+        const uint32_t landed = sent(ahead.slot);
+        ptx::barrier_arrive_expecting(landed, kBytes);  // as many come from the other CTA
+        ptx::bulk_copy_to_cta(ptx::barrier_of(from, rank ^ 1), ptx::barrier_of(landed, rank ^ 1), from, kBytes);
+      }
+      ahead.advance();
     };
     const uint32_t operands_at = ptx::within_cta(stages_at);
     const uint32_t results_at = stages_at + kGradStages * kStageBytes + consumer * kStagedBoxes * kBoxBytes;
@@ -221,7 +250,7 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
       if (p.M - m <= consumer * kRows) {  // nothing to multiply, though this CTA gathers for the other one
 #pragma unroll 1
         for (int stage = 0; stage < stages; ++stage, turn.advance()) {
-          receive(turn);
+          receive();
           ptx::barrier_wait(sent(turn.slot), turn.parity);
           release(turn.slot);
         }
@@ -231,24 +260,22 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
       float sums[kGradColumns / 2] = {};
       uint32_t a[2][kTileK / 16][4];  // of two stages: one is multiplied while the other is prepared
       int running = -1;               // the slot whose products may not have ended
-      const auto add_stage = [&](uint32_t (&fragments)[kTileK / 16][4], bool last) {
+      const auto add_stage = [&](uint32_t (&fragments)[kTileK / 16][4], bool receives) {
 #pragma unroll
         for (int k = 0; k < kTileK / 16; ++k) {
           ptx::load_matrix_transposed(fragments[k], a_at + turn.slot * kStageBytes + k * 16 * 128);
         }
         if (p.row_weight) {
-          const float* weights = tables.weight[turn.slot] + lane % 4 * 2;
+          const WeightPair* weights = tables.weight[turn.slot] + lane % 4;
 #pragma unroll
           for (int k = 0; k < kTileK / 16; ++k) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              const float2 weight = *reinterpret_cast<const float2*>(weights + k * 16 + i / 2 * 8);
-              const float2 value = unpack(fragments[k][i], T());
-              fragments[k][i] = pack(value.x * weight.x, value.y * weight.y, T());
+              fragments[k][i] = weighted(fragments[k][i], weights[k * 8 + i / 2 * 4], T());
             }
           }
         }
-        const uint32_t b = operands_at + __shfl_sync(~0u, turn.slot, 0) * kStageBytes + kBoxesA * kBoxBytes;
+        const uint32_t b = operands_at + turn.slot * kStageBytes + kBoxesA * kBoxBytes;
         ptx::barrier_wait(sent(turn.slot), turn.parity);
         ptx::wgmma_fence();
 #pragma unroll
@@ -259,16 +286,16 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
         ptx::wgmma_commit();
         const int slot = turn.slot;
         turn.advance();
-        if (!last) receive(turn);  // while the products run, for sending takes a while
+        if (receives) receive();
         ptx::wgmma_wait<1>();
         if (running >= 0) release(running);
         running = slot;
       };
-      if (stages) receive(turn);
+      for (int stage = 0; stage < min(stages, kAhead); ++stage) receive();
 #pragma unroll 1
       for (int stage = 0; stage < stages; stage += 2) {
-        add_stage(a[0], stage + 1 == stages);
-        if (stage + 1 < stages) add_stage(a[1], stage + 2 == stages);
+        add_stage(a[0], stage + kAhead < stages);
+        if (stage + 1 < stages) add_stage(a[1], stage + 1 + kAhead < stages);
       }
       ptx::wgmma_wait<0>();
       ptx::wgmma_done(sums);

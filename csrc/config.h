@@ -44,9 +44,9 @@ struct Config {
     return results_end > stages_end ? results_end : stages_end;
   }
   __host__ __device__ constexpr int table_bytes() const {
-    // On wgmma what is told of a tile, then the barriers.
+    // On wgmma what the producer tells of a tile, then the barriers.
     if (path == Path::wgmma) {
-      return (op == Op::gemm ? 2 * (32 + kTile * 8 + 24) : 32 + stages * (tile_k * 4 + 8) + 16) + 2 * stages * 8;
+      return (op == Op::gemm ? 2 * (32 + kTile * 8 + 24) : 32 + stages * tile_k * 4 + 16) + 2 * stages * 8;
     }
     return op == Op::gemm ? 2 * 16 + kTile * 4 + 16 : 48 + (2 * stages + 1) * tile_k * 4;
   }
@@ -55,11 +55,17 @@ struct Config {
 
 constexpr Config kConfigs[] = {
     {Op::gemm, Path::wgmma, 64, 5, 0, true, 1, 192},
-    {Op::gemm, Path::fp32, 16, 2, 32, true},        {Op::gemm, Path::fp32, 16, 2, 32, false},
-    {Op::gemm, Path::mma, 64, 3, 128, true},        {Op::gemm, Path::mma, 32, 3, 32, true},
-    {Op::gemm, Path::mma, 32, 3, 32, false},        {Op::weight_grad, Path::wgmma, 64, 4, 0, true, 1, 256}, {Op::weight_grad, Path::fp32, 16, 2, 32, true},
-    {Op::weight_grad, Path::fp32, 16, 2, 32, false}, {Op::weight_grad, Path::mma, 64, 3, 128, true},
-    {Op::weight_grad, Path::mma, 32, 3, 32, true},  {Op::weight_grad, Path::mma, 32, 3, 32, false},
+    {Op::gemm, Path::fp32, 16, 2, 32, true},
+    {Op::gemm, Path::fp32, 16, 2, 32, false},
+    {Op::gemm, Path::mma, 64, 3, 128, true},
+    {Op::gemm, Path::mma, 32, 3, 32, true},
+    {Op::gemm, Path::mma, 32, 3, 32, false},
+    {Op::weight_grad, Path::wgmma, 64, 4, 0, true, 1, 256},
+    {Op::weight_grad, Path::fp32, 16, 2, 32, true},
+    {Op::weight_grad, Path::fp32, 16, 2, 32, false},
+    {Op::weight_grad, Path::mma, 64, 3, 128, true},
+    {Op::weight_grad, Path::mma, 32, 3, 32, true},
+    {Op::weight_grad, Path::mma, 32, 3, 32, false},
 };
 constexpr int kConfigCount = sizeof(kConfigs) / sizeof(kConfigs[0]);
 

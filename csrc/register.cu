@@ -228,8 +228,8 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
 
   const Launch launch(a);
   const bool aligned = chunked(a, 1) && chunked(w, p.w_major == Major::k ? 2 : 1);
-  const bool boxes = !(bias && e.dot_with) && boxed(w) && (gather || boxed(a)) && (!out || chunked(*out, 1)) && (!bias || chunked(*bias, 1)) &&
-                     (!e.dot_with || chunked(*dot_with, 1));
+  const bool boxes = !(bias && e.dot_with) && boxed(w) && (gather || boxed(a)) && (!out || chunked(*out, 1)) &&
+                     (!bias || chunked(*bias, 1)) && (!e.dot_with || chunked(*dot_with, 1));
   const Config& config = choose({Op::gemm, dtype(a), aligned, boxes}, launch);
   const Clear clear = combine ? Clear{static_cast<float*>(e.out), targets * p.N} : Clear{};
   const Tiles tiles = schedule(offs, p.S, p.E, {kTile, config.short_rows(), e.out && !combine}, clear, launch);

@@ -22,11 +22,8 @@ __device__ __forceinline__ TilePosition tile_position(int tile, int row_tiles, i
 }
 
 // The next tile of this launch that no block has taken: blocks start with the tile of their index and then claim one
-// after the other, so that a block with short tiles takes more of them. Of a cluster of kCluster blocks one claims for all.
-template <int kCluster = 1>
-__device__ __forceinline__ int claim_tile(const Schedule& schedule) {
-  return gridDim.x / kCluster + atomicAdd(schedule.claimed, 1);
-}
+// after the other, so that a block with short tiles takes more of them.
+__device__ __forceinline__ int claim_tile(const Schedule& schedule) { return gridDim.x + atomicAdd(schedule.claimed, 1); }
 
 // Upper bound of the row tiles of S rows over E experts, with one more group for rows past the last one; none where
 // tile_rows is 0.

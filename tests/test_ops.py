@@ -45,8 +45,13 @@ class Rows:
 
 
 def dots(z, other):
-    """What the partial sums of `dot` come to; how many columns are in each is the kernel's own."""
     return (z * other.double()).sum(1)
+
+
+def assert_dots(dot, rows, want):
+    """How many columns are in each of the partial sums is the kernel's own."""
+    got = dot.double().sum(0)[rows.order]
+    oracle.assert_close(got[None], want[None], oracle.tolerance(rows.dtype, rows.wide))
 
 
 def tolerance(rows, out):
@@ -79,7 +84,7 @@ def test_gemm(ops, setting, out):
             oracle.assert_close(got, want, tolerance(rows, result), rows.expert)
             if dotted:
                 want = dots(z, rows.dy[rows.token])
-                oracle.assert_close(dot.double().sum(0)[None, rows.order], want[None], oracle.tolerance(rows.dtype, rows.wide))
+                assert_dots(dot, rows, want)
             else:
                 assert not dot.any()
 
@@ -95,7 +100,7 @@ def test_gemm_without_a_result(ops, setting):
                 scatter, rows.bias if bias else None, rows.weights if weighted else None,
                 rows.dy if scatter else rows.dy[rows.token], dot, None,
             )  # fmt: skip
-            oracle.assert_close(dot.double().sum(0)[None, rows.order], want[None], oracle.tolerance(rows.dtype, rows.wide))
+            assert_dots(dot, rows, want)
 
 
 def test_gemm_of_rows_without_a_map(ops, setting):
@@ -124,7 +129,7 @@ def test_gemm_combine(ops, setting):
             oracle.assert_close(result, want, tolerance(rows, result))
             if dotted:
                 want = dots(z, rows.dy[rows.token])
-                oracle.assert_close(dot.double().sum(0)[None, rows.order], want[None], oracle.tolerance(rows.dtype, rows.wide))
+                assert_dots(dot, rows, want)
             else:
                 assert not dot.any()
 

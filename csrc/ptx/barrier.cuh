@@ -16,7 +16,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The same barrier of CTA `rank` of the cluster, or whatever else has this address in shared memory.
+// The same barrier of CTA `rank` of the cluster.
 __device__ __forceinline__ uint32_t barrier_of(uint32_t barrier, int rank) {
   uint32_t mapped;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(barrier), "r"(rank));

@@ -115,21 +115,6 @@ __device__ __forceinline__ void bulk_add(float* global, uint32_t shared, int byt
                : "memory");
 }
 
-// Copies `bytes` (a multiple of 16) of shared memory to `to`, and they count for `barrier`; barrier_of() gave both, in one CTA
-// of the cluster.
-__device__ __forceinline__ void bulk_copy_to_cta(uint32_t to, uint32_t barrier, uint32_t shared, int bytes) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "r"(shared), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
-// The same with four words from registers.
-__device__ __forceinline__ void store_16_to_cta(uint32_t to, uint32_t barrier, uint4 value) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-               "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier)
-               : "memory");
-}
-
 __device__ __forceinline__ void commit_bulk() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until all but this thread's last kPending bulk operations have read their shared memory, so that it may be written

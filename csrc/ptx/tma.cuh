@@ -18,7 +18,8 @@ __device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap* map
 
 // The same into the shared memory of all CTAs of the cluster, to the same place and the same barrier in each.
 template <int kCtas>
-__device__ __forceinline__ void load_box_for_all(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
+__device__ __forceinline__ void load_box_for_all(uint32_t shared, const CUtensorMap* map, uint32_t barrier, int x, int y,
+                                                 int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, "
       "%5}], [%2], %6;" ::"r"(shared),

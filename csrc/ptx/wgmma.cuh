@@ -105,20 +105,28 @@ struct Wgmma;
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-MOE_WGMMA(__nv_bfloat16, "bf16", 128, MOE_LIST_64, "%64", "%65", "%66", MOE_WGMMA_32(c, 0), MOE_WGMMA_32(c, 32))
-MOE_WGMMA(__half, "f16", 128, MOE_LIST_64, "%64", "%65", "%66", MOE_WGMMA_32(c, 0), MOE_WGMMA_32(c, 32))
-MOE_WGMMA(__nv_bfloat16, "bf16", 192, MOE_LIST_96, "%96", "%97", "%98", MOE_WGMMA_32(c, 0), MOE_WGMMA_32(c, 32), MOE_WGMMA_32(c, 64))
-MOE_WGMMA(__half, "f16", 192, MOE_LIST_96, "%96", "%97", "%98", MOE_WGMMA_32(c, 0), MOE_WGMMA_32(c, 32), MOE_WGMMA_32(c, 64))
+#define MOE_SUMS_64 MOE_WGMMA_32(c, 0), MOE_WGMMA_32(c, 32)
+#define MOE_SUMS_96 MOE_SUMS_64, MOE_WGMMA_32(c, 64)
+#define MOE_SUMS_128 MOE_SUMS_96, MOE_WGMMA_32(c, 96)
+#define MOE_REGISTERS "{%128, %129, %130, %131}"
 
-MOE_WGMMA_REGISTERS(__nv_bfloat16, "bf16", 256, MOE_LIST_128, "{%128, %129, %130, %131}", "%132", "%133", MOE_WGMMA_32(c, 0), MOE_WGMMA_32(c, 32), MOE_WGMMA_32(c, 64), MOE_WGMMA_32(c, 96))
-MOE_WGMMA_REGISTERS(__half, "f16", 256, MOE_LIST_128, "{%128, %129, %130, %131}", "%132", "%133", MOE_WGMMA_32(c, 0), MOE_WGMMA_32(c, 32), MOE_WGMMA_32(c, 64), MOE_WGMMA_32(c, 96))
-
+MOE_WGMMA(__nv_bfloat16, "bf16", 128, MOE_LIST_64, "%64", "%65", "%66", MOE_SUMS_64)
+MOE_WGMMA(__half, "f16", 128, MOE_LIST_64, "%64", "%65", "%66", MOE_SUMS_64)
+MOE_WGMMA(__nv_bfloat16, "bf16", 192, MOE_LIST_96, "%96", "%97", "%98", MOE_SUMS_96)
+MOE_WGMMA(__half, "f16", 192, MOE_LIST_96, "%96", "%97", "%98", MOE_SUMS_96)
+MOE_WGMMA_REGISTERS(__nv_bfloat16, "bf16", 256, MOE_LIST_128, MOE_REGISTERS, "%132", "%133", MOE_SUMS_128)
+MOE_WGMMA_REGISTERS(__half, "f16", 256, MOE_LIST_128, MOE_REGISTERS, "%132", "%133", MOE_SUMS_128)
 
 #undef MOE_WGMMA
 #undef MOE_WGMMA_REGISTERS
 #undef MOE_WGMMA_8
 #undef MOE_WGMMA_32
+#undef MOE_LIST_64
 #undef MOE_LIST_96
 #undef MOE_LIST_128
+#undef MOE_SUMS_64
+#undef MOE_SUMS_96
+#undef MOE_SUMS_128
+#undef MOE_REGISTERS
 
 }  // namespace ptx

@@ -21,7 +21,7 @@
 namespace moe::wgmma {
 
 constexpr int kCluster = 2, kTileN = 192, kStages = 5;
-constexpr int kFours = kTileN / 16;  // of each of a thread's rows
+constexpr int kFours = kTileN / 16;         // of each of a thread's rows
 constexpr int kWithBytes = 8 * kTileN * 2;  // of what eight rows of a warp have their dots taken with
 // Of an SM's 64 K registers a thread of 384 gets 168 at first; bringing takes few of them, multiplying many.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -36,7 +36,6 @@ struct Tile {
   int assignment[kTile];
   float weight[kTile];
 };
-
 
 // W is brought in pieces, which the CTAs of a cluster take in turn where they share it: halves of its rows, or where it is
 // contiguous along n 64 columns by half of k.
@@ -218,7 +217,6 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
       turn = {tile.slot, tile.parity};
       const Epilogue& to = p.epilogue;
       const bool combine = to.destination == Destination::token, by_row = to.destination == Destination::row;
-      // Of a thread's rows this is the first; another one follows eight rows on, and two more in the other half.
       const auto token_of = [&](int row) { return tile.assignment[row] / p.map.top_k; };
       // Brings what the dots of eight rows of this warp are taken with, while something else is done.
       const auto bring = [&](int eight) {
@@ -229,7 +227,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int i = 0; i < kTileN / 32; ++i) {
           const int chunk = i * 4 + lane % 4;
-          ptx::copy_16_or_zero(with_at + ((chunk ^ lane / 4) * 16), with + i * 32, own && i * 32 < p.N - column);
+          ptx::copy_16_or_zero(with_at + (chunk ^ lane / 4) * 16, with + i * 32, own && i * 32 < p.N - column);
         }
         ptx::commit_copies();
       };
@@ -256,7 +254,8 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
 #pragma unroll
             for (int half = 0; half < halves; ++half) {
               const uint64_t a_matrix = ptx::matrix_descriptor(a + half * kRows * 128 + k * 2, 0, 8 * 128);
-              ptx::Wgmma<T, kColumns, kMajorW == Major::mn>::multiply(reinterpret_cast<float(&)[kColumns / 2]>(sums[half]), a_matrix, w_matrix);
+              float(&first_sums)[kColumns / 2] = reinterpret_cast<float(&)[kColumns / 2]>(sums[half]);
+              ptx::Wgmma<T, kColumns, kMajorW == Major::mn>::multiply(first_sums, a_matrix, w_matrix);
             }
           }
           ptx::wgmma_commit();
@@ -270,15 +269,12 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
         for (int half = 0; half < halves; ++half) ptx::wgmma_done(sums[half]);
         if (running >= 0) release(running);
       };
+      // What lies outside of the matrices is not multiplied, as far as that goes in halves and in 64 columns.
       const bool narrow = p.N - tile.column <= 128, low = tile.rows <= kRows;
-      if (works && narrow && low) {
-        multiply(Constant<1>{}, Constant<128>{});
-      } else if (works && narrow) {
-        multiply(Constant<2>{}, Constant<128>{});
-      } else if (works && low) {
-        multiply(Constant<1>{}, Constant<kTileN>{});
+      if (works && narrow) {
+        low ? multiply(Constant<1>{}, Constant<128>{}) : multiply(Constant<2>{}, Constant<128>{});
       } else if (works) {
-        multiply(Constant<2>{}, Constant<kTileN>{});
+        low ? multiply(Constant<1>{}, Constant<kTileN>{}) : multiply(Constant<2>{}, Constant<kTileN>{});
       } else {
 #pragma unroll 1
         for (int s = 0; s < stages; ++s, turn.advance()) {

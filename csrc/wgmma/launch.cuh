@@ -41,7 +41,8 @@ inline CUtensorMapDataType map_type(DType type) {
 
 // A map whose boxes lie in shared memory with their rows of 128 bytes swizzled.
 template <int kDimensions>
-cudaError_t make_map(CUtensorMap* map, DType type, const void* data, const Dimension (&dimensions)[kDimensions], int columns, int rows) {
+cudaError_t make_map(CUtensorMap* map, DType type, const void* data, const Dimension (&dimensions)[kDimensions],
+                     int columns, int rows) {
   cuuint64_t sizes[kDimensions], strides[kDimensions];
   cuuint32_t box[kDimensions], steps[kDimensions];
   for (int i = 0; i < kDimensions; ++i) {
@@ -106,8 +107,8 @@ cudaError_t launch(const Config& config, const WeightGradProblem& p, int blocks,
       {uint64_t(p.N), 0}, {uint64_t(p.M), p.out_stride * bytes}, {uint64_t(p.E), p.out_expert_stride * bytes}};
   const int columns = int(128 / bytes);
   if (const cudaError_t error = make_map(&out_map, p.out_type, p.out, dimensions, columns, kRows)) return error;
-  const int64_t pairs = int64_t(p.E) * pieces(pieces(p.M, kTile), kGradCluster) * pieces(p.N, kGradColumns);
-  return start<kGradCluster>(weight_grad<T>, kThreads, config, pairs, blocks, stream, p, out_map);
+  const int64_t tiles = int64_t(p.E) * pieces(p.M, kTile) * pieces(p.N, kGradColumns);
+  return start(weight_grad<T>, kThreads, config, tiles, blocks, stream, p, out_map);
 }
 
 }  // namespace moe::wgmma

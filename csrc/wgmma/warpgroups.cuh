@@ -24,7 +24,9 @@ struct Turn {
 __device__ __forceinline__ float2 unpack(uint32_t pair, __nv_bfloat16) {
   return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
 }
-__device__ __forceinline__ float2 unpack(uint32_t pair, __half) { return __half22float2(reinterpret_cast<const __half2&>(pair)); }
+__device__ __forceinline__ float2 unpack(uint32_t pair, __half) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
 
 // Of 64 x kTileN accumulators a thread holds pairs of columns of two rows (i), eight rows apart. Two neighbouring threads
 // exchange pairs for a four each: four neighbouring columns of that row, from fours_column() + 16 j on.

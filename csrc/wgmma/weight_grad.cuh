@@ -4,11 +4,6 @@
 // The rows lie in shared memory as they do in memory, and are summed across. Of b the tensor cores read them so; a passes
 // through registers, where it is turned, weighted and rounded once. Both operands have zeros past the expert's last row, for
 // 0 times what lies there may be no number.
-//
-// The two CTAs of a cluster take neighbouring tiles with the same columns of b. Each gathers half of these and sends them to
-// the other one, for an SM's share of L2 reads is what else would set the pace. So the two go through the ring of stages
-// together, and a slot is empty when the consumers of both have read it: then what was sent from it has arrived, and what
-// is sent to it next finds its barrier in the phase that it counts for.
 #pragma once
 
 #include <cuda.h>
@@ -25,10 +20,19 @@
 
 namespace moe::wgmma {
 
-constexpr int kGradCluster = 2, kGradColumns = 256, kGradStages = 4;
-constexpr int kGradProducerRegisters = 88, kGradConsumerRegisters = 208;
+constexpr int kGradColumns = 256, kGradStages = 4;
+constexpr int kGradProducerRegisters = 56, kGradConsumerRegisters = 224;
 constexpr int kBoxBytes = kTileK * 128;  // 64 columns of a stage; 64 rows of results, 128 bytes of each
 constexpr int kStagedBoxes = 2;          // of a consumer's results
+
+// What the producer tells the consumers.
+struct alignas(16) GradTile {
+  int expert, m, n, stages;
+  int done;  // there are no more tiles
+  int next;  // the producer's own: the tile it has claimed
+  int unused[2];
+  float weight[kGradStages][kTileK];  // of the rows of a stage
+};
 
 __device__ __forceinline__ uint32_t pack(float first, float second, __nv_bfloat16) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
@@ -39,80 +43,34 @@ __device__ __forceinline__ uint32_t pack(float first, float second, __half) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// The weights of two rows, each the sum of two bf16 values: of its 16 leading bits and of as many of the rest.
-struct WeightPair {
-  uint32_t leading, rest;
-};
-
-// A product of each of a pair with its weight, rounded once but for the last bits of a weight.
-__device__ __forceinline__ uint32_t weighted(uint32_t pair, WeightPair weights, __nv_bfloat16) {
-  const auto packed = [](uint32_t& bits) { return reinterpret_cast<__nv_bfloat162&>(bits); };
-  __nv_bfloat162 product = __hmul2_rn(packed(pair), packed(weights.rest));
-  product = __hfma2(packed(pair), packed(weights.leading), product);
-  return reinterpret_cast<uint32_t&>(product);
-}
-__device__ __forceinline__ uint32_t weighted(uint32_t pair, WeightPair weights, __half) {
-  const float2 value = unpack(pair, __half()), leading = unpack(weights.leading, __nv_bfloat16());
-  const float2 rest = unpack(weights.rest, __nv_bfloat16());
-  return pack(value.x * (leading.x + rest.x), value.y * (leading.y + rest.y), __half());
-}
-
-// As it is told to both CTAs; m is each one's own. Expert past the last one: there are no more.
-struct GradTile {
-  int expert, m, n;
-  unsigned begin, end;  // its rows
-  int unused[3];        // 32 bytes, which two stores bring
-};
-
-struct alignas(16) GradTables {
-  GradTile tile;
-  WeightPair weight[kGradStages][kTileK / 2];  // of the rows of a stage
-};
-
 template <typename T>
-__global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
-    weight_grad(const __grid_constant__ WeightGradProblem p, const __grid_constant__ CUtensorMap out_map) {
+__global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant__ WeightGradProblem p,
+                                                                const __grid_constant__ CUtensorMap out_map) {
   constexpr Config kConfig{Op::weight_grad, Path::wgmma, kTileK, kGradStages, 0, true, 1, kGradColumns};
   constexpr int kStageBytes = kConfig.stage_bytes(), kBoxesA = kTile / 64, kBoxesB = kGradColumns / 64;
-  constexpr int kOwnBoxesB = kBoxesB / kGradCluster;  // that a CTA gathers
   static_assert(kStageBytes == (kBoxesA + kBoxesB) * kBoxBytes);
-  static_assert(kConfig.table_bytes() == sizeof(GradTables) + (3 * kGradStages + 2) * 8);
+  static_assert(kConfig.table_bytes() == sizeof(GradTile) + 2 * (kGradStages + 1) * 8);
 
   extern __shared__ __align__(1024) unsigned char shared[];
-  GradTables& tables = *reinterpret_cast<GradTables*>(shared + kConfig.tables_at());
-  const GradTile& tile = tables.tile;
-  const uint32_t stages_at = ptx::shared_address(shared), barriers = ptx::shared_address(&tables + 1);
-  const auto full = [&](int slot) { return barriers + slot * 8; };                  // by what this CTA gathers
-  const auto sent = [&](int slot) { return barriers + (kGradStages + slot) * 8; };  // by the other one
-  const auto empty = [&](int slot) { return barriers + (2 * kGradStages + slot) * 8; };
-  const uint32_t tile_full = barriers + 3 * kGradStages * 8, tile_empty = tile_full + 8;  // of CTA 0 alone the latter
-  const int rank = ptx::cluster_rank();
+  GradTile& tile = *reinterpret_cast<GradTile*>(shared + kConfig.tables_at());
+  const uint32_t stages_at = ptx::shared_address(shared), barriers = ptx::shared_address(&tile + 1);
+  const auto full = [&](int slot) { return barriers + slot * 8; };
+  const auto empty = [&](int slot) { return barriers + (kGradStages + slot) * 8; };
+  const uint32_t tile_full = barriers + 2 * kGradStages * 8, tile_empty = tile_full + 8;
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kGradStages; ++slot) {
       ptx::barrier_init(full(slot), kWarpgroup + kWarpgroup / 32);  // every thread's copies, and every warp's weights
-      ptx::barrier_init(sent(slot), 1);
-      ptx::barrier_init(empty(slot), kGradCluster * kConsumers * 4);
+      ptx::barrier_init(empty(slot), kConsumers * 4);
     }
     ptx::barrier_init(tile_full, 1);
-    ptx::barrier_init(tile_empty, kGradCluster * kThreads / 32);  // every warp of both
-    ptx::barrier_init_fence();
+    ptx::barrier_init(tile_empty, kConsumers * kWarpgroup);
   }
-  ptx::cluster_barrier();
+  __syncthreads();
 
   const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
   const int warp = thread / 32, lane = thread % 32;
   Turn<kGradStages> turn;
   int tile_parity = 0;
-  // By a whole warp; when all have come here the next one is told.
-  const auto next_tile = [&] {
-    ptx::barrier_wait(tile_full, tile_parity);
-    tile_parity ^= 1;
-    const GradTile told = tile;
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive_cluster(ptx::barrier_of(tile_empty, 0));
-    return told;
-  };
-  const auto stages_of = [](const GradTile& of) { return pieces(of.end - of.begin, kTileK); };
   if (warpgroup == 0) {
     ptx::release_registers<kGradProducerRegisters>();
     // A warp brings 16 rows of a stage, four at a time; a thread copies a 16-byte chunk of every 64 columns of four rows. Lanes
@@ -120,31 +78,26 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
     constexpr int kCopied = 4;
     const int chunk = lane % 8, first = warp * 4 + lane / 8, looked = warp * 4 + lane % 4 + lane / 4 * 16;
     const uint32_t to = stages_at + first * 128 + (chunk ^ first % 8) * 16;
+    const int m_tiles = pieces(p.M, kTile), n_tiles = pieces(p.N, kGradColumns);
 
-    // One warp of the cluster claims its tiles and tells all others.
-    const bool leads = warp == 0 && rank == 0;
-    int number = blockIdx.x / kGradCluster;
-    const auto tell = [&] {
-      const int n_tiles = pieces(p.N, kGradColumns), m_pairs = pieces(pieces(p.M, kTile), kGradCluster);
-      const int claimed = __shfl_sync(~0u, number, 0), expert = claimed / (m_pairs * n_tiles);
-      const TilePosition position = tile_position(claimed % (m_pairs * n_tiles), n_tiles, m_pairs, Raster{1, kRaster.strip / kGradCluster});
-      const int begin = expert < p.E ? p.schedule.bounds[expert] : 0, end = expert < p.E ? p.schedule.bounds[expert + 1] : 0;
-      ptx::barrier_wait(tile_empty, tile_parity ^ 1);
-      if (lane >= kGradCluster) return;
-      const int m = (position.column_tile * kGradCluster + lane) * kTile, n = position.row_tile * kGradColumns;
-      const uint32_t to = ptx::barrier_of(ptx::shared_address(&tile), lane), landed = ptx::barrier_of(tile_full, lane);
-      ptx::store_16_to_cta(to, landed, make_uint4(expert, m, n, begin));
-      ptx::store_16_to_cta(to + 16, landed, make_uint4(end, 0, 0, 0));
-    };
-    if (leads) tell();
-
-    for (;;) {
-      if (thread == 0) ptx::barrier_arrive_expecting(tile_full, sizeof(GradTile));
-      const GradTile told = next_tile();
-      if (told.expert >= p.E) break;
-      const unsigned begin = told.begin, end = told.end;
-      const int m = told.m, n = told.n + rank * kOwnBoxesB * 64, stages = stages_of(told);
-      if (leads && lane == 0) number = claim_tile<kGradCluster>(p.schedule);
+    for (int number = blockIdx.x;; tile_parity ^= 1) {
+      const int expert = number / (m_tiles * n_tiles);
+      const bool done = expert >= p.E;
+      const TilePosition position = tile_position(number % (m_tiles * n_tiles), n_tiles, m_tiles);
+      const int m = position.column_tile * kTile, n = position.row_tile * kGradColumns;
+      const unsigned begin = done ? 0 : p.schedule.bounds[expert], end = done ? 0 : p.schedule.bounds[expert + 1];
+      const int stages = pieces(end - begin, kTileK);
+      if (thread == 0) {
+        ptx::barrier_wait(tile_empty, tile_parity ^ 1);
+        tile.expert = expert, tile.m = m, tile.n = n, tile.stages = stages, tile.done = done;
+        ptx::barrier_arrive(tile_full);
+      }
+      if (done) {
+        ptx::wait_copies<0>();  // no thread ends before its copies
+        break;
+      }
+      int claimed;
+      if (thread == 0) claimed = claim_tile(p.schedule);
 
       // -1 past the last row.
       const auto assignment_of = [&](int stage) {
@@ -157,126 +110,77 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
       float weight[2] = {weight_of(assignment[0])};
       const char* a_from = p.a.data + int64_t(m) * sizeof(T) + chunk * 16;
       const char* b_from = p.b.data + int64_t(n) * sizeof(T) + chunk * 16;
-      const int m_left = p.M - m, n_left = p.N - n;
-      const bool whole_tile = m_left >= kTile && n_left >= kOwnBoxesB * 64;
-      const auto bring = [&](int stage) {
+      const int m_left = p.M - m - chunk * 8, n_left = p.N - n - chunk * 8;
+#pragma unroll 1
+      for (int stage = 0; stage < stages; ++stage, turn.advance()) {
         assignment[2] = assignment_of(stage + 2);
         weight[1] = weight_of(assignment[1]);
         const int own_token = assignment[0] < 0 ? -1 : assignment[0] / p.map.top_k;
-        // All addresses first: a register that a copy has taken its address from is not free for a while.
-        const char *a[kCopied], *b[kCopied];
-        bool inside[kCopied];
+        ptx::barrier_wait(empty(turn.slot), turn.parity ^ 1);
+        if (lane < 16) tile.weight[turn.slot][looked] = weight[0];
+        __syncwarp();
+        if (lane == 0) ptx::barrier_arrive(full(turn.slot));
+        const uint32_t slot_to = to + turn.slot * kStageBytes;
 #pragma unroll
         for (int i = 0; i < kCopied; ++i) {
           const int token = __shfl_sync(~0u, own_token, i * 4 + lane / 8);
           const unsigned row = begin + unsigned(stage) * kTileK + first + i * 16;
-          inside[i] = token >= 0;
-          a[i] = ptx::keep(row_address(a_from, p.a.gather ? token : row, p.a.row_bytes));
-          b[i] = ptx::keep(row_address(b_from, p.b.gather ? token : row, p.b.row_bytes));
-        }
-        ptx::barrier_wait(empty(turn.slot), turn.parity ^ 1);
-        if (lane < 16) {
-          uint16_t* const pair = reinterpret_cast<uint16_t*>(&tables.weight[turn.slot][looked / 2]) + looked % 2;
-          const __nv_bfloat16 leading = __float2bfloat16_rn(weight[0]);
-          pair[0] = __bfloat16_as_ushort(leading);
-          pair[2] = __bfloat16_as_ushort(__float2bfloat16_rn(weight[0] - __bfloat162float(leading)));
-        }
-        __syncwarp();
-        if (lane == 0) ptx::barrier_arrive(full(turn.slot));
-        const uint32_t a_to = to + turn.slot * kStageBytes, b_to = a_to + (kBoxesA + rank * kOwnBoxesB) * kBoxBytes;
-        const auto copy = [&](auto whole) {
+          const char* a = row_address(a_from, p.a.gather ? token : row, p.a.row_bytes);
+          const char* b = row_address(b_from, p.b.gather ? token : row, p.b.row_bytes);
+          const uint32_t row_to = slot_to + i * 16 * 128;
 #pragma unroll
-          for (int i = 0; i < kCopied; ++i) {
-#pragma unroll
-            for (int box = 0; box < kBoxesA + kOwnBoxesB; ++box) {
-              const bool of_a = box < kBoxesA;
-              const int ahead = of_a ? box : box - kBoxesA;
-              const bool live = whole || (inside[i] && (of_a ? m_left : n_left) > ahead * 64 + chunk * 8);
-              const uint32_t box_to = (of_a ? a_to : b_to) + ahead * kBoxBytes;
-              ptx::copy_16_or_zero(box_to + i * 16 * 128, (of_a ? a[i] : b[i]) + ahead * 128, live);
-            }
+          for (int box = 0; box < kBoxesA; ++box) {
+            ptx::copy_16_or_zero(row_to + box * kBoxBytes, a + box * 128, token >= 0 && m_left > box * 64);
           }
-        };
-        if (whole_tile && (stage + 1) * kTileK <= int(end - begin)) {
-          copy(Constant<true>{});
-        } else {
-          copy(Constant<false>{});
+#pragma unroll
+          for (int box = 0; box < kBoxesB; ++box) {
+            ptx::copy_16_or_zero(row_to + (kBoxesA + box) * kBoxBytes, b + box * 128, token >= 0 && n_left > box * 64);
+          }
         }
         ptx::barrier_arrive_after_copies(full(turn.slot));
         assignment[0] = assignment[1], assignment[1] = assignment[2], weight[0] = weight[1];
-        turn.advance();
-      };
-
-      // The next tile is told when all have come to this one, as a slot's second turn shows; where it is shorter they are waited
-      // for.
-      const int told_at = min(stages, kGradStages);
-#pragma unroll 1
-      for (int stage = 0; stage <= stages; ++stage) {
-        if (stage < stages) bring(stage);
-        if (leads && stage == told_at) tell();
       }
+      if (thread == 0) tile.next = claimed;
+      ptx::named_barrier(1, kWarpgroup);
+      number = tile.next;
+      ptx::named_barrier(1, kWarpgroup);  // before it is overwritten
     }
   } else {
     ptx::take_registers<kGradConsumerRegisters>();
     const int consumer = warpgroup - 1;
-    const auto release = [&](int slot) {
-      if (lane < kGradCluster) ptx::barrier_arrive_cluster(ptx::barrier_of(empty(slot), lane));
-    };
-    // Waits for the next stage that this CTA gathers, of which b goes to the other one too: two stages ahead of their products,
-    // for sending takes a while.
-    constexpr int kAhead = 2;
-    Turn<kGradStages> ahead;
-    const auto receive = [&] {
-      ptx::barrier_wait(full(ahead.slot), ahead.parity);
-      ptx::fence_shared_for_wgmma();  // cp.async writes as threads do
-      if (consumer == 0 && thread == 0) {
-        constexpr int kBytes = kOwnBoxesB * kBoxBytes;
-        const uint32_t from = stages_at + ahead.slot * kStageBytes + kBoxesA * kBoxBytes + rank * kBytes;
-        const uint32_t landed = sent(ahead.slot);
-        ptx::barrier_arrive_expecting(landed, kBytes);  // as many come from the other CTA
-        ptx::bulk_copy_to_cta(ptx::barrier_of(from, rank ^ 1), ptx::barrier_of(landed, rank ^ 1), from, kBytes);
-      }
-      ahead.advance();
-    };
-    const uint32_t operands_at = ptx::within_cta(stages_at);
     const uint32_t results_at = stages_at + kGradStages * kStageBytes + consumer * kStagedBoxes * kBoxBytes;
     // Where ldmatrix finds this warp's 16 columns of a: lane l gives the address of 8 of them in row l % 8 or 8 + l % 8.
     const int a_row = lane / 16 * 8 + lane % 8, a_chunk = warp * 2 + lane / 8 % 2;
     const uint32_t a_at = stages_at + consumer * kBoxBytes + a_row * 128 + (a_chunk ^ a_row % 8) * 16;
-    for (;;) {
-      const GradTile told = next_tile();
-      if (told.expert >= p.E) break;
-      const int expert = told.expert, m = told.m, n = told.n, stages = stages_of(told);
-      if (p.M - m <= consumer * kRows) {  // nothing to multiply, though this CTA gathers for the other one
-#pragma unroll 1
-        for (int stage = 0; stage < stages; ++stage, turn.advance()) {
-          receive();
-          ptx::barrier_wait(sent(turn.slot), turn.parity);
-          release(turn.slot);
-        }
-        continue;
-      }
+    for (;; tile_parity ^= 1) {
+      ptx::barrier_wait(tile_full, tile_parity);
+      if (tile.done) break;
+      const int expert = tile.expert, m = tile.m, n = tile.n, stages = tile.stages;
+      ptx::barrier_arrive(tile_empty);
 
       float sums[kGradColumns / 2] = {};
       uint32_t a[2][kTileK / 16][4];  // of two stages: one is multiplied while the other is prepared
       int running = -1;               // the slot whose products may not have ended
-      const auto add_stage = [&](uint32_t (&fragments)[kTileK / 16][4], bool receives) {
+      const auto add_stage = [&](uint32_t (&fragments)[kTileK / 16][4]) {
+        ptx::barrier_wait(full(turn.slot), turn.parity);
+        ptx::fence_shared_for_wgmma();  // cp.async writes as threads do
 #pragma unroll
         for (int k = 0; k < kTileK / 16; ++k) {
           ptx::load_matrix_transposed(fragments[k], a_at + turn.slot * kStageBytes + k * 16 * 128);
         }
         if (p.row_weight) {
-          const WeightPair* weights = tables.weight[turn.slot] + lane % 4;
+          const float* weights = tile.weight[turn.slot] + lane % 4 * 2;
 #pragma unroll
           for (int k = 0; k < kTileK / 16; ++k) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              fragments[k][i] = weighted(fragments[k][i], weights[k * 8 + i / 2 * 4], T());
+              const float2 weight = *reinterpret_cast<const float2*>(weights + k * 16 + i / 2 * 8);
+              const float2 value = unpack(fragments[k][i], T());
+              fragments[k][i] = pack(value.x * weight.x, value.y * weight.y, T());
             }
           }
         }
-        const uint32_t b = operands_at + turn.slot * kStageBytes + kBoxesA * kBoxBytes;
-        ptx::barrier_wait(sent(turn.slot), turn.parity);
+        const uint32_t b = ptx::within_cta(stages_at) + turn.slot * kStageBytes + kBoxesA * kBoxBytes;
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kTileK / 16; ++k) {
@@ -284,22 +188,19 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
           ptx::multiply_registers<true>(sums, fragments[k], b_matrix, T());
         }
         ptx::wgmma_commit();
-        const int slot = turn.slot;
-        turn.advance();
-        if (receives) receive();
         ptx::wgmma_wait<1>();
-        if (running >= 0) release(running);
-        running = slot;
+        if (running >= 0 && lane == 0) ptx::barrier_arrive(empty(running));
+        running = turn.slot;
+        turn.advance();
       };
-      for (int stage = 0; stage < min(stages, kAhead); ++stage) receive();
 #pragma unroll 1
       for (int stage = 0; stage < stages; stage += 2) {
-        add_stage(a[0], stage + kAhead < stages);
-        if (stage + 1 < stages) add_stage(a[1], stage + 1 + kAhead < stages);
+        add_stage(a[0]);
+        if (stage + 1 < stages) add_stage(a[1]);
       }
       ptx::wgmma_wait<0>();
       ptx::wgmma_done(sums);
-      if (running >= 0) release(running);
+      if (running >= 0 && lane == 0) ptx::barrier_arrive(empty(running));
       if (stages == 0 && p.accumulate) continue;
 
       // Results leave by the copy engine, a box being written while the one before is under way; it leaves out what lies outside
@@ -369,7 +270,6 @@ __global__ void __cluster_dims__(kGradCluster) __launch_bounds__(kThreads, 1)
     }
     if (thread == 0) ptx::wait_bulk_read<0>();  // shared memory outlives what is read of it
   }
-  ptx::cluster_barrier();  // and what the other CTA sends there
 }
 
 }  // namespace moe::wgmma

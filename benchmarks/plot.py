@@ -117,16 +117,16 @@ def skew_rows(record: dict) -> list[dict]:
 
 
 def draw_skew(rows: list[dict]) -> plt.Figure:
-    """Above our bars, how their rate compares with that of uniform routing."""
+    """Above our bars their rates as multiples of that of uniform routing."""
     passes = list(dict.fromkeys(row["pass"] for row in rows))
     figure, [panels] = plt.subplots(1, len(passes), figsize=SIZE, sharey=True, squeeze=False, layout="constrained")
     for axes, pass_ in zip(panels, passes):
         points = [row for row in rows if row["pass"] == pass_]
         uniform = next((row["ms"] for row in points if row["distribution"] == "uniform"), MISSING)
         names = [DISTRIBUTIONS[row["distribution"]] for row in points]
-        bars(axes, names, points, [f"{uniform / row['ms']:.2f}" for row in points])
+        bars(axes, names, points, [f"× {uniform / row['ms']:.2f}" for row in points])
         axes.set_xlabel({"fwd": "forward", "fwd+bwd": "forward and backward"}[pass_])
-    panels[0].set_ylabel(f"TFLOP/s, {BASE}")
+    panels[0].set_ylabel(f"TFLOP/s (× of uniform), {BASE}")
     return figure
 
 
@@ -139,10 +139,12 @@ def draw_memory(rows: list[dict]) -> plt.Figure:
     tokens = [row["T"] for row in rows]
     result = [4 * row["T"] * row["N"] for row in rows]
     panels[0].plot(tokens, result, color="#cccccc", linewidth=8, label="float32 [T, N], the result")
-    for axes, which, label in zip(panels, ("peak", "saved"), ("in a forward", "kept for the backward, beside y")):
+    titles = "during a forward", "kept for the backward beside the result"
+    for axes, which, title in zip(panels, ("peak", "saved"), titles):
         lines(axes, tokens, [allocated(row, which) for row in rows])
-        axes.set_xlabel(f"tokens T, {label}")
-    panels[0].set(yscale="log", ylabel=f"beyond the arguments, {BASE}")
+        axes.set_xlabel("tokens T")
+        axes.set_title(title, fontsize="medium")
+    panels[0].set(yscale="log", ylabel=f"memory beside the arguments, {BASE}")
     panels[0].yaxis.set_major_formatter(EngFormatter("B"))
     return figure
 

@@ -138,7 +138,7 @@ def test_scale_shows_one_size_a_panel():
 def test_skew_compares_with_uniform_routing():
     forward, both = figure_of("skew", full_record()).axes
     for axes in forward, both:
-        assert [text.get_text() for text in axes.texts] == ["1.00", "0.80", "0.50"]
+        assert [text.get_text() for text in axes.texts] == ["× 1.00", "× 0.80", "× 0.50"]
     assert [bar.get_height() for bar in both.containers[-1]] == pytest.approx([3000, 2400, 1500])
     dense = both.containers[0]
     assert dense.get_label() == "dense cuBLAS" and dense[0].get_height() == pytest.approx(2000)

@@ -18,7 +18,8 @@ NO_RECORD = "Nothing is recorded yet: `make record` on a machine with a GPU meas
 OLDER = "†"
 OLDER_NOTE = f"{OLDER} measured on sources that have changed since."
 CAPTION = (
-    "Medians of one run, the L2 flushed before each. *Of dense*: cuBLAS's time for products of as many operations "
+    "Medians of one run, the L2 flushed before each. *Kernels*: `fp32` and `mma` are those of every GPU, `wgmma` "
+    "Hopper's; where a shape has both, `mma` was asked for. *Of dense*: cuBLAS's time for products of as many operations "
     "(one, or three with the backward) over ours. The columns after it: how many times as fast as each peer."
 )
 PRODUCTS = {"fwd": 1, "fwd+bwd": 3}
@@ -113,10 +114,28 @@ def speed_table(record: dict, digest: str) -> str:
         *(f"× {name}" for name in peers),
         "peak MB",
     ]
-    rows = [speed_row(row, peers, digest) for row in found]
-    return "\n\n".join(
-        [heading(record), *plots(record, "peers"), CAPTION, markdown(header, rows), *note(record, ("rows",), digest)]
-    )
+    # What was measured on these sources first.
+    rows = [speed_row(row, peers, digest) for row in sorted(found, key=lambda row: row["source_digest"] != digest)]
+    lines = [heading(record), *plots(record, "peers"), *rates(found, digest), CAPTION, markdown(header, rows)]
+    return "\n\n".join(lines + note(record, ("rows",), digest))
+
+
+def rates(rows: list[dict], digest: str) -> list[str]:
+    """A sentence an operation: how its fastest kernels compare, forward in bf16, on the sources as they are."""
+    said = []
+    for op in dict.fromkeys(row["op"] for row in rows):
+        fastest = {}
+        for row in rows:
+            kind = row["op"], row["dtype"], row["pass"], row["mode"], row["source_digest"]
+            if kind == (op, "bf16", "fwd", "eager", digest) and row["ms"] is not None:
+                fastest[row["shape"]] = min(row, fastest.get(row["shape"], row), key=lambda row: row["ms"])
+        if fastest:
+            others = {"dense": [row["dense_ms"] / row["ms"] for row in fastest.values()]}
+            for name in dict.fromkeys(name for row in fastest.values() for name in row["peers"]):
+                others[name] = [row["peers"][name] / row["ms"] for row in fastest.values() if name in row["peers"]]
+            shown = [f"{min(found):.2f} to {max(found):.2f} times {name}" for name, found in others.items()]
+            said.append(f"The rate of `{op}`, forward in bf16, is {', '.join(shown)}.")
+    return said
 
 
 def speed_row(row: dict, peers: list[str], digest: str) -> list[str]:

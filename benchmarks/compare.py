@@ -33,6 +33,7 @@ class Case:
     dtype: str
     mode: str
     pass_: str
+    distribution: str = "uniform"
 
 
 def main() -> int:
@@ -45,12 +46,9 @@ def main() -> int:
     if args.device == "cuda" and peers.SCATTERMOE_MISSING:
         print(f"ScatterMoE is left out: {peers.SCATTERMOE_MISSING}")
     with forced_path(args.path):
-        rows = measure_all(wanted, args)
-    print_table(rows)
-    failed = sum(row["ms"] is None for row in rows)
-    if failed:
-        print(f"{failed} of {len(rows)} rows failed", file=sys.stderr)
-    return 1 if failed else 0
+        rows = [describe(case, args.path or automatic_path(case.dtype, args.device)) for case in wanted]
+        measure_all(wanted, rows, measure, args)
+    return report(rows)
 
 
 def parse_arguments():
@@ -94,16 +92,15 @@ def cases(args) -> list[Case]:
     ]
 
 
-def measure_all(wanted: list[Case], args) -> list[dict]:
-    """A row a case, in order. Those not measured, or that failed, have null times."""
-    rows = [describe(case, args) for case in wanted]
+def measure_all(wanted: list[Case], rows: list[dict], measure: Callable, args) -> None:
+    """Fills the rows of the cases in order. Those not measured, or that failed, keep null times."""
     inputs = problem = None
     for case, row in zip(wanted, rows, strict=True):
         write(args.json, rows)
-        if (case.shape, case.dtype) != problem:
+        if (case.shape, case.dtype, case.distribution) != problem:
             inputs = None  # the next ones may need its memory
-            problem = case.shape, case.dtype
-            inputs = draw(case.shape, DTYPES[case.dtype], args.device)
+            problem = case.shape, case.dtype, case.distribution
+            inputs = draw(case.shape, DTYPES[case.dtype], args.device, case.distribution)
         try:
             row.update(measure(case, inputs, args.device))
         except Exception as error:
@@ -112,43 +109,32 @@ def measure_all(wanted: list[Case], args) -> list[dict]:
             print(f"{label(row)}: {row['ms']:.3f} ms", flush=True)
         inputs.clear_gradients()
     write(args.json, rows)
-    return rows
 
 
-def describe(case: Case, args) -> dict:
+def describe(case: Case, path: str) -> dict:
     shape = case.shape
     sizes = {"T": shape.T, "K": shape.K, "N": shape.N, "I": None, "E": shape.E, "k": shape.k}
-    kind = {"dtype": case.dtype, "path": args.path or automatic_path(case.dtype, args.device), "mode": case.mode}
+    kind = {"dtype": case.dtype, "path": path, "mode": case.mode, "pass": case.pass_, "distribution": case.distribution}
     results = {"ms": None, "tflops": None, "dense_ms": None, "bytes_peak": None, "peers": {}}
-    return {
-        "op": case.op, "shape": shape.name, **sizes, **kind, "pass": case.pass_, "distribution": "uniform", **results
-    }  # fmt: skip
+    return {"op": case.op, "shape": shape.name, **sizes, **kind, **results}
 
 
 def measure(case: Case, inputs: Inputs, device: str) -> dict:
     ours, others = contenders(case, inputs, device)
     check_agreement(ours(), inputs, case.op)
-    forwards = {"ours": ours, **others}
-    if case.pass_ == "fwd":
-        runs = forwards
-    else:
-        runs = {name: forward_and_backward(run, inputs) for name, run in forwards.items()}
-    runs = {name: run for name, run in runs.items() if name == "ours" or runs_at_all(name, run)}
-    runs["ours"]()
-    inputs.clear_gradients()
+    runs = passes(case, inputs, {"ours": ours, **others})
     bytes_peak = peak_bytes(runs["ours"], device)
     inputs.clear_gradients()
-
     runs["dense"] = dense_product(case, device)
-    runs["dense"]()
     if case.mode == "graph":
         runs = {name: captured(runs[name]) for name in ("ours", "dense")}
-    ms = medians_ms(runs, device)
+    return {**speed(case, medians_ms(runs, device)), "bytes_peak": bytes_peak}
+
+
+def speed(case: Case, ms: dict[str, float]) -> dict:
     ours_ms, dense_ms = ms.pop("ours"), ms.pop("dense")
     flops = case.shape.flops * products(case.pass_)
-    return {
-        "ms": ours_ms, "tflops": flops / ours_ms * 1e-9, "dense_ms": dense_ms, "bytes_peak": bytes_peak, "peers": ms
-    }  # fmt: skip
+    return {"ms": ours_ms, "tflops": flops / ours_ms * 1e-9, "dense_ms": dense_ms, "peers": ms}
 
 
 def contenders(case: Case, inputs: Inputs, device: str) -> tuple[Callable, dict[str, Callable]]:
@@ -172,9 +158,23 @@ def bound(function: Callable, arguments: tuple) -> Callable:
     return lambda: function(*arguments)
 
 
+def passes(case: Case, inputs: Inputs, forwards: dict[str, Callable]) -> dict[str, Callable]:
+    """The case's pass of each forward, which has run once. Peers that do not support the problem are left out."""
+    if case.pass_ == "fwd":
+        runs = forwards
+    else:
+        runs = {name: forward_and_backward(run, inputs) for name, run in forwards.items()}
+    runs = {name: run for name, run in runs.items() if name == "ours" or runs_at_all(name, run)}
+    runs["ours"]()
+    inputs.clear_gradients()
+    return runs
+
+
 def dense_product(case: Case, device: str) -> Callable:
+    """A product of the forward's operations, which has run once."""
     a = torch.randn(case.shape.S, case.shape.K, device=device).to(DTYPES[case.dtype])
     b = torch.randn(case.shape.K, case.shape.N, device=device).to(DTYPES[case.dtype])
+    a @ b
     return lambda: a @ b
 
 
@@ -244,9 +244,7 @@ def forced_path(path: str | None):
 
 
 def gemm_configs() -> list:
-    major, minor = torch.cuda.get_device_capability()
-    found = package.hooks().configs()
-    return [config for config in found if config.op == "gemm" and config.selectable_on(10 * major + minor)]
+    return [config for config in package.hooks().configs_here() if config.op == "gemm"]
 
 
 def write(file: Path | None, rows: list[dict]) -> None:
@@ -257,20 +255,24 @@ def write(file: Path | None, rows: list[dict]) -> None:
 
 
 def label(row: dict) -> str:
-    return f"{row['op']} {row['shape']} {row['dtype']} {row['path']} {row['mode']} {row['pass']}"
+    return " ".join(row[name] for name in ("op", "shape", "dtype", "path", "mode", "pass", "distribution"))
 
 
-def print_table(rows: list[dict]) -> None:
-    """Milliseconds, and how many times as fast as dense products and as each peer."""
-    print(f"\n{'':50}{'ms':>9}{'TFLOP/s':>9}{'/dense':>8}{'MB':>8}  times as fast as")
+def report(rows: list[dict]) -> int:
+    """Prints milliseconds, and how many times as fast as dense products and as each peer; the exit status."""
+    print(f"\n{'':58}{'ms':>9}{'TFLOP/s':>9}{'/dense':>8}{'MB':>8}  times as fast as")
     for row in rows:
         if row["ms"] is None:
-            print(f"{label(row):50}   failed")
+            print(f"{label(row):58}   failed")
             continue
         dense = row["dense_ms"] * products(row["pass"]) / row["ms"]
         megabytes = "" if row["bytes_peak"] is None else f"{row['bytes_peak'] / 1e6:.0f}"
         ratios = ", ".join(f"{name} {ms / row['ms']:.2f}" for name, ms in row["peers"].items())
-        print(f"{label(row):50}{row['ms']:9.3f}{row['tflops']:9.3g}{dense:8.2f}{megabytes:>8}  {ratios}")
+        print(f"{label(row):58}{row['ms']:9.3f}{row['tflops']:9.3g}{dense:8.2f}{megabytes:>8}  {ratios}")
+    failed = sum(row["ms"] is None for row in rows)
+    if failed:
+        print(f"{failed} of {len(rows)} rows failed", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DISTRIBUTIONS = ("uniform", "zipf", "one")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Inputs:
 
     x: torch.Tensor  # [T, K]
     weight: torch.Tensor  # [E, N, K]
-    expert_ids: torch.Tensor  # int64 [T, k], no expert twice in a row
+    expert_ids: torch.Tensor  # int64 [T, k], no expert twice in a row but where all go to one
     topk_weights: torch.Tensor  # float32 [T, k]
     rows: torch.Tensor  # [S, K], already grouped by expert
     group_sizes: torch.Tensor  # int64 [E]
@@ -62,9 +63,9 @@ class Inputs:
             leaf.grad = None
 
 
-def draw(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
-    """Fresh random inputs with uniform routing."""
-    ids = torch.rand(shape.T, shape.E, device=device).topk(shape.k, dim=-1).indices
+def draw(shape: Shape, dtype: torch.dtype, device: str, distribution: str = "uniform") -> Inputs:
+    """Fresh random inputs, routed as one of DISTRIBUTIONS."""
+    ids = draw_ids(shape, device, distribution)
     return Inputs(
         x=torch.randn(shape.T, shape.K, device=device).to(dtype).requires_grad_(),
         weight=(torch.randn(shape.E, shape.N, shape.K, device=device) / shape.K**0.5).to(dtype).requires_grad_(),
@@ -73,3 +74,19 @@ def draw(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
         rows=torch.randn(shape.S, shape.K, device=device).to(dtype).requires_grad_(),
         group_sizes=torch.bincount(ids.flatten(), minlength=shape.E),
     )
+
+
+def draw_ids(shape: Shape, device: str, distribution: str) -> torch.Tensor:
+    """int64 [T, k]: the experts of each token.
+
+    `uniform` and `zipf` draw k different experts one after the other, each in proportion to its popularity: 1 for all,
+    or 1 / rank, where the ranks are dealt to the experts at random. `one` sends every assignment to expert 0, k of them
+    a token, so that S is the others'.
+    """
+    if distribution == "one":
+        return torch.zeros(shape.T, shape.k, dtype=torch.int64, device=device)
+    ranks = torch.randperm(shape.E, device=device) + 1
+    popularity = 1 / ranks if distribution == "zipf" else torch.ones_like(ranks)
+    # In a race of exponential clocks whose rates are the popularities, the order of arrival is such a drawing.
+    arrivals = torch.empty(shape.T, shape.E, device=device).exponential_() / popularity
+    return arrivals.topk(shape.k, dim=-1, largest=False).indices

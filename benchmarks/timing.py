@@ -7,25 +7,27 @@ from collections.abc import Callable, Mapping
 import torch
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 101
-CPU_BUDGET_S, GPU_BUDGET_S = 0.2, 1.0  # for one call of medians_ms
+BUDGET_S = {"cpu": 0.2, "cuda": 1.0}  # for one call of medians_ms
 LEAD_CYCLES = 4_000_000  # about 2 ms
 
 
-def medians_ms(candidates: Mapping[str, Callable[[], object]], device: str) -> dict[str, float]:
-    """The median time of each candidate in milliseconds, over as many rounds as the budget allows.
+def medians_ms(
+    candidates: Mapping[str, Callable[[], object]], device: str, budget_s: float | None = None
+) -> dict[str, float]:
+    """The median time of each candidate in milliseconds, over as many rounds as the budget allows, five at least.
 
     A candidate must have run before, so that nothing is compiled or loaded here. On a GPU the times are those of the
     device: before each run it pauses, so that the host gets ahead however long the candidate before kept it, and the L2
     cache is overwritten.
     """
     one_round = _GpuRound(candidates) if device == "cuda" else _CpuRound(candidates)
-    budget = GPU_BUDGET_S if device == "cuda" else CPU_BUDGET_S
     one_round()
     one_round.finish()
     start = time.perf_counter()
     one_round()
     one_round.finish()
-    rounds = int(budget / (time.perf_counter() - start))
+    budget_s = BUDGET_S[device] if budget_s is None else budget_s
+    rounds = int(budget_s / (time.perf_counter() - start))
     rounds = max(MIN_ROUNDS, min(rounds, MAX_ROUNDS))
     times = [one_round() for _ in range(rounds)]
     one_round.finish()
@@ -94,6 +96,15 @@ def peak_bytes(run: Callable[[], object], device: str) -> int | None:
     torch.cuda.synchronize()
     del result
     return torch.cuda.max_memory_allocated() - before
+
+
+def saved_bytes(forward: Callable[[], torch.Tensor], device: str) -> int | None:
+    """What a forward leaves for its backward beside its arguments and its result. None on a CPU."""
+    if device != "cuda":
+        return None
+    before = torch.cuda.memory_allocated()
+    result = forward()
+    return torch.cuda.memory_allocated() - before - result.untyped_storage().nbytes()
 
 
 def captured(run: Callable[[], object]) -> Callable[[], None]:

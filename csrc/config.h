@@ -11,7 +11,7 @@ enum class Path { fp32, mma, wgmma };
 // How many pieces of `size` it takes; in unsigned arithmetic, for rounding up passes 2^31 where the extent comes near it.
 __host__ __device__ constexpr int pieces(unsigned extent, unsigned size) { return int((extent + size - 1) / size); }
 
-// Output tiles are 128 x 128 on every portable path; a row dot has one partial sum a tile column.
+// Output tiles have 128 rows, and as many columns but for wgmma; a row dot has one partial sum a tile.
 constexpr int kTile = 128;
 constexpr int kFloatPitch = kTile + 4;  // of a row of a staged float32 operand; the 4 spread rows over the banks
 
@@ -23,9 +23,14 @@ struct Config {
   int staged_rows;  // of results that are written at a time
   bool vectorized;  // moves 16 bytes at once: rows and pointers must be 16-byte aligned
   int blocks_per_sm = 2;
+  int tile_columns = kTile;
+
+  // Tiles of up to so many rows are half the work, and taken first and in pairs, which makes the last round of tiles as short
+  // as it may be. On tensor cores the weights that they read a second time would cost more.
+  __host__ __device__ constexpr int short_rows() const { return path == Path::fp32 ? kTile / 2 : 0; }
 
   __host__ __device__ constexpr int operand_bytes() const { return tile_k * (path == Path::fp32 ? kFloatPitch * 4 : kTile * 2); }
-  __host__ __device__ constexpr int stage_bytes() const { return 2 * operand_bytes(); }
+  __host__ __device__ constexpr int stage_bytes() const { return operand_bytes() / kTile * (kTile + tile_columns); }
 
   // Shared memory: the stages, over all of which but the first (it is loaded for the next tile meanwhile) results are staged
   // with two words for each of the tile's rows; behind them, what the loop knows of rows (gemm.cuh, weight_grad.cuh).
@@ -33,43 +38,66 @@ struct Config {
   __host__ __device__ constexpr int staged_pitch() const { return kTile + (path == Path::fp32 ? 4 : 8); }  // for the banks
   __host__ __device__ constexpr int row_words_at() const { return staged_at() + staged_rows * staged_pitch() * 4; }
   __host__ __device__ constexpr int tables_at() const {
+    // On wgmma what dots are taken with, eight rows of each of eight warps; a weight gradient's four boxes of 8 KB of results.
+    if (path == Path::wgmma) return stages * stage_bytes() + (op == Op::gemm ? 64 * tile_columns * 2 : 4 * 8192);
     const int results_end = row_words_at() + 2 * kTile * 4, stages_end = stages * stage_bytes();
     return results_end > stages_end ? results_end : stages_end;
   }
   __host__ __device__ constexpr int table_bytes() const {
-    return op == Op::gemm ? 2 * 16 + kTile * 4 : 48 + (2 * stages + 1) * tile_k * 4;
+    // On wgmma what the producer tells of a tile, then the barriers.
+    if (path == Path::wgmma) {
+      return (op == Op::gemm ? 2 * (32 + kTile * 8 + 24) : 32 + stages * tile_k * 4 + 16) + 2 * stages * 8;
+    }
+    return op == Op::gemm ? 2 * 16 + kTile * 4 + 16 : 48 + (2 * stages + 1) * tile_k * 4;
   }
   __host__ __device__ constexpr int shared_bytes() const { return tables_at() + table_bytes(); }
 };
 
 constexpr Config kConfigs[] = {
-    {Op::gemm, Path::fp32, 16, 2, 32, true},        {Op::gemm, Path::fp32, 16, 2, 32, false},
-    {Op::gemm, Path::mma, 64, 3, 128, true},        {Op::gemm, Path::mma, 32, 3, 32, true},
-    {Op::gemm, Path::mma, 32, 3, 32, false},        {Op::weight_grad, Path::fp32, 16, 2, 32, true},
-    {Op::weight_grad, Path::fp32, 16, 2, 32, false}, {Op::weight_grad, Path::mma, 64, 3, 128, true},
-    {Op::weight_grad, Path::mma, 32, 3, 32, true},  {Op::weight_grad, Path::mma, 32, 3, 32, false},
+    {Op::gemm, Path::wgmma, 64, 5, 0, true, 1, 192},
+    {Op::gemm, Path::fp32, 16, 2, 32, true},
+    {Op::gemm, Path::fp32, 16, 2, 32, false},
+    {Op::gemm, Path::mma, 64, 3, 128, true},
+    {Op::gemm, Path::mma, 32, 3, 32, true},
+    {Op::gemm, Path::mma, 32, 3, 32, false},
+    {Op::weight_grad, Path::wgmma, 64, 4, 0, true, 1, 256},
+    {Op::weight_grad, Path::fp32, 16, 2, 32, true},
+    {Op::weight_grad, Path::fp32, 16, 2, 32, false},
+    {Op::weight_grad, Path::mma, 64, 3, 128, true},
+    {Op::weight_grad, Path::mma, 32, 3, 32, true},
+    {Op::weight_grad, Path::mma, 32, 3, 32, false},
 };
 constexpr int kConfigCount = sizeof(kConfigs) / sizeof(kConfigs[0]);
 
-// Shared memory of a GPU in bytes: what one block may ask for, what an SM has, what the driver keeps of each block.
-struct SharedMemory {
-  int per_block, per_sm, reserved;
+// What of a GPU decides which kernels it may run: its compute capability (90 for 9.0), and its shared memory in bytes: what
+// one block may ask for, what an SM has, what the driver keeps of each block.
+struct Gpu {
+  int capability, shared_per_block, shared_per_sm, shared_reserved;
 };
 
-constexpr bool fits(const Config& config, const SharedMemory& memory) {
-  return config.shared_bytes() <= memory.per_block &&
-         config.blocks_per_sm * (config.shared_bytes() + memory.reserved) <= memory.per_sm;
+constexpr bool runs_on(const Config& config, const Gpu& gpu) {
+  return (config.path != Path::wgmma || gpu.capability / 10 == 9) && config.shared_bytes() <= gpu.shared_per_block &&
+         config.blocks_per_sm * (config.shared_bytes() + gpu.shared_reserved) <= gpu.shared_per_sm;
+}
+
+// What of a call decides which kernels may serve it. aligned: 16 bytes of its operands may be moved at once; boxed: of all
+// its matrices, and the copy engine can bring the operands.
+struct Call {
+  Op op;
+  DType type;
+  bool aligned, boxed;
+};
+
+constexpr bool serves(const Config& config, const Call& call) {
+  return config.op == call.op && (config.path == Path::fp32) == (call.type == DType::float32) &&
+         (call.aligned || !config.vectorized) && (call.boxed || config.path != Path::wgmma);
 }
 
 // `forced` is an index into kConfigs, or -1; it counts only where it can serve the call.
-constexpr int pick_config(Op op, DType type, bool aligned, const SharedMemory& memory, int forced) {
-  const Path path = type == DType::float32 ? Path::fp32 : Path::mma;
-  for (int pass = forced < 0; pass < 2; ++pass) {
-    for (int i = 0; i < kConfigCount; ++i) {
-      const Config& config = kConfigs[i];
-      const bool serves = config.op == op && config.path == path && (aligned || !config.vectorized);
-      if (serves && (pass == 0 ? i == forced : fits(config, memory))) return i;
-    }
+constexpr int pick_config(const Call& call, const Gpu& gpu, int forced) {
+  if (forced >= 0 && serves(kConfigs[forced], call)) return forced;
+  for (int i = 0; i < kConfigCount; ++i) {
+    if (serves(kConfigs[i], call) && runs_on(kConfigs[i], gpu)) return i;
   }
   return -1;
 }

@@ -119,7 +119,7 @@ __device__ __forceinline__ void add_rows(float* out, int64_t stride, bool vector
       ptx::bulk_add(out + (assignment[row] / top_k) * stride, ptx::shared_address(staged + row * kPitch), columns * 4);
       ptx::commit_bulk();
     }
-    ptx::wait_bulk_read();  // the staged rows may be overwritten once every thread is past this
+    ptx::wait_bulk_read<0>();  // the staged rows may be overwritten once every thread is past this
     return;
   }
 #endif

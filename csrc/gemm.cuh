@@ -24,6 +24,8 @@ struct alignas(16) GemmTile {
 struct GemmTables {
   GemmTile tile[2];
   int row[kTile];  // the assignments of the tile in hand; between tiles those of the next one, then their sources
+  int second;      // ~ the number of a short tile that comes with the one looked up last, or 0
+  int unused[3];
 };
 
 // Looks up a tile and its assignments, by one warp, in steps of which each uses what the one before asked memory for.
@@ -36,16 +38,23 @@ struct GemmLookUp {
     const int lane = threadIdx.x % 32;
     GemmTile& tile = tables.tile[slot];
     switch (step) {
-      case 0: {  // which tile
-        if (lane == 0) value[0] = claim_tile(p.schedule);
+      case 0: {  // which tile, or pair of short ones
+        if (lane == 0) value[0] = tables.second ? tables.second : claim_tile(p.schedule);
         break;
       }
       case 1: {  // which rows and columns
-        const int number = __shfl_sync(~0u, value[0], 0);
-        const int column_tiles = pieces(p.N, kTile), row_tiles = *p.schedule.tile_count;
-        const bool exists = number < row_tiles * column_tiles;
-        const TilePosition position = tile_position(exists ? number : 0, max(row_tiles, 1), column_tiles);
-        if (lane == 0) tile.column = position.column_tile * kTile;
+        const int claimed = __shfl_sync(~0u, value[0], 0);
+        const int column_tiles = pieces(p.N, kTile), pairs = pieces(column_tiles, 2);
+        const int row_tiles = *p.schedule.tile_count, short_pairs = *p.schedule.short_count * pairs;
+        const int number = claimed - short_pairs;  // of the other tiles
+        const bool is_short = number < 0, exists = number < row_tiles * column_tiles;
+        const int short_tile = claimed < 0 ? ~claimed : claimed / pairs * column_tiles + claimed % pairs * 2;
+        TilePosition position = tile_position(!is_short && exists ? number : 0, max(row_tiles, 1), column_tiles);
+        if (is_short) position = {p.schedule.tiles_size - 1 - short_tile / column_tiles, short_tile % column_tiles};
+        if (lane == 0) {
+          tile.column = position.column_tile * kTile;
+          tables.second = is_short && claimed >= 0 && position.column_tile + 1 < column_tiles ? ~(short_tile + 1) : 0;
+        }
         const RowTile rows = exists ? p.schedule.tiles[position.row_tile] : RowTile{-1, 0, 0, 0};
         value[0] = rows.expert, value[1] = rows.row, value[2] = rows.rows;
         break;

@@ -17,6 +17,13 @@ cudaError_t launch_float16(const Config& config, const GemmProblem& problem, int
 cudaError_t launch_float16(const Config& config, const WeightGradProblem& problem, int blocks, cudaStream_t stream);
 }  // namespace mma
 
+namespace wgmma {
+cudaError_t launch_bfloat16(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream);
+cudaError_t launch_bfloat16(const Config& config, const WeightGradProblem& problem, int blocks, cudaStream_t stream);
+cudaError_t launch_float16(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream);
+cudaError_t launch_float16(const Config& config, const WeightGradProblem& problem, int blocks, cudaStream_t stream);
+}  // namespace wgmma
+
 // out[t] = sum over j of rows[t * top_k + j] in the order of j, in float32.
 struct SumRowsProblem {
   int64_t T, N;
@@ -30,5 +37,18 @@ struct SumRowsProblem {
   bool vector;
 };
 cudaError_t launch_sum_rows(const SumRowsProblem& problem, int sms, cudaStream_t stream);
+
+enum class IdType { int8, uint8, int16, int32, int64 };
+
+// row_assignment: the stable sort of the S assignments by id, those outside [0, E) last; offs: where each expert ends.
+struct RouteProblem {
+  int S, E;
+  const void* ids;  // [S]
+  IdType id_type;
+  int* row_assignment;  // [S]
+  int* offs;            // [E]
+};
+int64_t route_words(int S, int E);  // of scratch
+cudaError_t launch_route(const RouteProblem& problem, int* scratch, cudaStream_t stream);
 
 }  // namespace moe

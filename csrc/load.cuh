@@ -89,6 +89,7 @@ __device__ __forceinline__ void load_row(uint32_t to, int i, const char* from, i
 
 template <int kValue>
 struct Constant {
+  static constexpr int value = kValue;
   __device__ constexpr operator int() const { return kValue; }
 };
 

@@ -11,6 +11,7 @@
 namespace moe {
 
 enum class DType { float32, bfloat16, float16 };
+__host__ __device__ constexpr int size_of(DType type) { return type == DType::float32 ? 4 : 2; }
 
 // The dimension of a matrix operand that is contiguous in memory: the summed one, or that of the output.
 enum class Major { k, mn };
@@ -26,9 +27,17 @@ struct RowTile {
 // Filled on the device by build_schedule() from the group offsets, for one launch.
 struct Schedule {
   const int* bounds;       // [E + 1]: expert e owns rows bounds[e] to bounds[e + 1]; rising, within [0, S]
-  const int* tile_count;   // how many of `tiles` are in use
+  const int* tile_count;   // how many of `tiles` are in use, from the first one on
+  const int* short_count;  // and how many from the last one back, with so few rows that two of them are one tile's work
   const RowTile* tiles;
+  int tiles_size;
   int* claimed;  // tiles taken beyond the blocks' first ones
+};
+
+// The order of the tiles: column tiles are taken a strip at a time; inside a strip row tiles are, a group at a time; inside a
+// group the rows advance first. What a strip's columns and a group's rows read and add to is meant to stay in L2 meanwhile.
+struct Raster {
+  int group, strip;  // in row tiles, in column tiles
 };
 
 // Rows of a matrix, read in expert order or, gathered, by the token of each row's assignment.
@@ -60,7 +69,7 @@ struct Epilogue {
   int64_t bias_stride;
   const void* dot_with;  // rows like those of `out` in the operand type, or null: no row dot
   int64_t dot_with_stride;
-  float* dot;  // [ceil(N / 128), S], by assignment
+  float* dot;  // [ceil(N / 128), S], by assignment: partial sums, and zeros where a kernel makes fewer of them
   bool out_vector, dot_vector;  // 16 bytes may be moved at once
 };
 
@@ -73,6 +82,7 @@ struct GemmProblem {
   uint32_t w_row_bytes;  // rows of w lie along its contiguous dimension
   Major w_major;
   Schedule schedule;
+  Raster raster;
   Epilogue epilogue;
 };
 

@@ -55,25 +55,31 @@ struct Launch {
   torch::stable::accelerator::DeviceGuard guard;
   cudaStream_t stream;
   int sms;
-  SharedMemory memory;
+  Gpu gpu;
 
   explicit Launch(const Tensor& tensor) : guard(tensor.get_device_index()) {
     const int device = tensor.get_device_index();
     void* current = nullptr;
     check(aoti_torch_get_current_cuda_stream(device, &current) == AOTI_TORCH_SUCCESS, "no CUDA stream");
     stream = static_cast<cudaStream_t>(current);
-    check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-    check(cudaDeviceGetAttribute(&memory.per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    check(cudaDeviceGetAttribute(&memory.per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-    check(cudaDeviceGetAttribute(&memory.reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
+    const auto get = [&](cudaDeviceAttr attribute) {
+      int value = 0;
+      check(cudaDeviceGetAttribute(&value, attribute, device));
+      return value;
+    };
+    sms = get(cudaDevAttrMultiProcessorCount);
+    gpu.capability = 10 * get(cudaDevAttrComputeCapabilityMajor) + get(cudaDevAttrComputeCapabilityMinor);
+    gpu.shared_per_block = get(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    gpu.shared_per_sm = get(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    gpu.shared_reserved = get(cudaDevAttrReservedSharedMemoryPerBlock);
   }
 };
 
 // Test hooks.
 std::atomic<int> forced_config{-1}, forced_blocks{INT_MAX};
 
-const Config& choose(Op op, DType type, bool aligned, const Launch& launch) {
-  const int index = pick_config(op, type, aligned, launch.memory, forced_config.load());
+const Config& choose(const Call& call, const Launch& launch) {
+  const int index = pick_config(call, launch.gpu, forced_config.load());
   check(index >= 0, "this GPU has too little shared memory");
   return kConfigs[index];
 }
@@ -95,6 +101,16 @@ bool chunked(const Tensor& tensor, int64_t contiguous_dimension) {
          vectorizable(tensor, contiguous_dimension);
 }
 
+// Whether the copy engine can bring boxes of an operand that is chunked(): a tensor map has no size and no stride of 0.
+bool boxed(const Tensor& tensor) {
+  bool has = true;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    const int64_t bytes = tensor.stride(i) * int64_t(tensor.element_size());
+    has &= tensor.size(i) > 0 && (tensor.size(i) == 1 || (0 < bytes && bytes < (int64_t(1) << 40)));
+  }
+  return has;
+}
+
 int64_t row_stride(const Tensor& tensor) {
   check(tensor.dim() == 2 && (tensor.numel() == 0 || tensor.size(1) <= 1 || tensor.stride(1) == 1),
         "rows must be contiguous");
@@ -111,15 +127,19 @@ Rows rows(const Tensor& tensor, bool gather) {
   return {static_cast<const char*>(tensor.data_ptr()), row_bytes(tensor, row_stride(tensor)), gather};
 }
 
+bool flat(const Tensor& tensor, ScalarType type, int64_t count) {
+  return tensor.scalar_type() == type && tensor.numel() == count && tensor.is_contiguous();
+}
+
 RowMap row_map(const MaybeTensor& row_assignment, int64_t top_k, int64_t S) {
-  check(!row_assignment || (row_assignment->numel() == S && row_assignment->scalar_type() == ScalarType::Int),
-        "row_assignment must be int32 [S]");
-  return {row_assignment ? static_cast<const int*>(row_assignment->data_ptr()) : nullptr, top_k > 0 ? int(top_k) : 1};
+  check(!row_assignment || flat(*row_assignment, ScalarType::Int, S), "row_assignment must be contiguous int32 [S]");
+  const RowMap map{row_assignment ? static_cast<const int*>(row_assignment->data_ptr()) : nullptr, top_k > 0 ? int(top_k) : 1};
+  check(S % map.top_k == 0, "every token must have top_k rows");
+  return map;
 }
 
 const float* weights(const MaybeTensor& row_weight, int64_t S) {
-  check(!row_weight || (row_weight->numel() == S && row_weight->scalar_type() == ScalarType::Float),
-        "row_weight must be float32 [S]");
+  check(!row_weight || flat(*row_weight, ScalarType::Float, S), "row_weight must be contiguous float32 [S]");
   return row_weight ? static_cast<const float*>(row_weight->data_ptr()) : nullptr;
 }
 
@@ -130,17 +150,21 @@ struct Tiles {
   Schedule schedule;
 };
 
-Tiles schedule(const Tensor& offs, int S, int E, int tile_rows, bool cover_rest, cudaStream_t stream) {
-  check(offs.numel() == E && offs.scalar_type() == ScalarType::Int, "offs must be int32 [E]");
-  Tiles tiles{torch::stable::new_empty(offs, {schedule_words(S, E, tile_rows)}), {}};
-  check(build_schedule(static_cast<const int*>(offs.data_ptr()), S, E, tile_rows, cover_rest,
-                       static_cast<int*>(tiles.scratch.data_ptr()), stream, &tiles.schedule));
+Tiles schedule(const Tensor& offs, int S, int E, const Tiling& tiling, const Clear& clear, const Launch& launch) {
+  check(flat(offs, ScalarType::Int, E), "offs must be contiguous int32 [E]");
+  Tiles tiles{torch::stable::new_empty(offs, {schedule_words(S, E, tiling.rows)}), {}};
+  check(build_schedule(static_cast<const int*>(offs.data_ptr()), S, E, tiling, clear, launch.sms,
+                       static_cast<int*>(tiles.scratch.data_ptr()), launch.stream, &tiles.schedule));
   return tiles;
 }
 
 template <typename Problem>
 void run(const Config& config, DType type, const Problem& problem, const Launch& launch) {
   const int blocks = std::min(launch.sms * config.blocks_per_sm, forced_blocks.load());
+  if (config.path == Path::wgmma) {
+    return check(type == DType::bfloat16 ? wgmma::launch_bfloat16(config, problem, blocks, launch.stream)
+                                         : wgmma::launch_float16(config, problem, blocks, launch.stream));
+  }
   switch (type) {
     case DType::float32: return check(simt::launch(config, problem, blocks, launch.stream));
     case DType::bfloat16: return check(mma::launch_bfloat16(config, problem, blocks, launch.stream));
@@ -156,7 +180,11 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
   p.E = size(w, 0), p.N = size(w, 1), p.K = size(w, 2);
   const int64_t S = row_assignment ? row_assignment->numel() : a.size(0);
   check(S <= INT_MAX, "no more than 2^31 - 1 rows");
-  if (S == 0 || p.N == 0) return;
+  const bool combine = destination == Destination::token;
+  if (S == 0 || p.N == 0) {
+    if (combine && out->numel() > 0) torch::stable::zero_(*const_cast<Tensor*>(&*out));
+    return;
+  }
   p.S = int(S);
   check(a.dim() == 2 && a.size(1) == p.K, "a and w must agree in K");
   p.map = row_map(row_assignment, top_k, S);
@@ -169,15 +197,16 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
   p.w_row_bytes = row_bytes(w, w.stride(p.w_major == Major::k ? 1 : 2));
 
   Epilogue& e = p.epilogue;
-  const int64_t targets = destination == Destination::token ? S / p.map.top_k : S;
+  const int64_t targets = combine ? S / p.map.top_k : S;
   e.destination = destination;
   if (out) {
     check(out->dim() == 2 && out->size(0) == targets && out->size(1) == p.N, "out has the wrong shape");
     e.out = out->data_ptr();
     e.out_stride = row_stride(*out);
     e.out_type = dtype(*out);
-    e.out_vector = vectorizable(*out, 1) && (destination != Destination::token || p.N % 4 == 0);
-    check(destination != Destination::token || e.out_type == DType::float32, "rows are added up in float32");
+    e.out_vector = vectorizable(*out, 1) && (!combine || p.N % 4 == 0);
+    check(!combine || (e.out_type == DType::float32 && e.out_stride == p.N),
+          "rows are added up in float32, in a contiguous tensor");
   }
   e.row_weight = weights(row_weight, S);
   if (bias) {
@@ -190,8 +219,7 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
     check(dot_with->dim() == 2 && dot_with->size(0) == (destination == Destination::row ? S : S / p.map.top_k) &&
               dot_with->size(1) == p.N && dtype(*dot_with) == dtype(a),
           "dot_with must have a row for each row of the result, in the type of a");
-    check(dot->numel() == pieces(p.N, kTile) * S && dot->scalar_type() == ScalarType::Float,
-          "dot must be float32 [ceil(N / 128), S]");
+    check(flat(*dot, ScalarType::Float, pieces(p.N, kTile) * S), "dot must be contiguous float32 [ceil(N / 128), S]");
     e.dot_with = dot_with->data_ptr();
     e.dot_with_stride = row_stride(*dot_with);
     e.dot_vector = vectorizable(*dot_with, 1);
@@ -199,8 +227,12 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
   }
 
   const Launch launch(a);
-  const Config& config = choose(Op::gemm, dtype(a), chunked(a, 1) && chunked(w, p.w_major == Major::k ? 2 : 1), launch);
-  const Tiles tiles = schedule(offs, p.S, p.E, kTile, e.out && destination != Destination::token, launch.stream);
+  const bool aligned = chunked(a, 1) && chunked(w, p.w_major == Major::k ? 2 : 1);
+  const bool boxes = !(bias && e.dot_with) && boxed(w) && (gather || boxed(a)) && (!out || chunked(*out, 1)) &&
+                     (!bias || chunked(*bias, 1)) && (!e.dot_with || chunked(*dot_with, 1));
+  const Config& config = choose({Op::gemm, dtype(a), aligned, boxes}, launch);
+  const Clear clear = combine ? Clear{static_cast<float*>(e.out), targets * p.N} : Clear{};
+  const Tiles tiles = schedule(offs, p.S, p.E, {kTile, config.short_rows(), e.out && !combine}, clear, launch);
   p.schedule = tiles.schedule;
   run(config, dtype(a), p, launch);
 }
@@ -246,8 +278,11 @@ void weight_grad(const Tensor& x, const Tensor& dy, const Tensor& offs, const Ma
   if (out.numel() == 0) return;
 
   const Launch launch(out);
-  const Config& config = choose(Op::weight_grad, dtype(x), chunked(x, 1) && chunked(dy, 1), launch);
-  const Tiles tiles = schedule(offs, int(S), p.E, 0, false, launch.stream);
+  const bool aligned = chunked(x, 1) && chunked(dy, 1);
+  const bool narrow = p.out_type == dtype(x) || p.out_type == DType::float32;
+  const bool boxes = narrow && chunked(out, transposed ? 1 : 2) && boxed(out);
+  const Config& config = choose({Op::weight_grad, dtype(x), aligned, boxes}, launch);
+  const Tiles tiles = schedule(offs, int(S), p.E, {}, {}, launch);
   p.schedule = tiles.schedule;
   run(config, dtype(x), p, launch);
 }
@@ -264,22 +299,52 @@ void sum_rows(const Tensor& from, int64_t top_k, const Tensor& out) {
   check(launch_sum_rows(p, launch.sms, launch.stream));
 }
 
+IdType id_type(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Char: return IdType::int8;
+    case ScalarType::Byte: return IdType::uint8;
+    case ScalarType::Short: return IdType::int16;
+    case ScalarType::Int: return IdType::int32;
+    case ScalarType::Long: return IdType::int64;
+    default: throw std::runtime_error("grouped-gemm-moe: ids must be int8, uint8, int16, int32 or int64");
+  }
+}
+
+void route(const Tensor& ids, int64_t num_experts, const Tensor& row_assignment, const Tensor& offs) {
+  const int64_t S = ids.numel();
+  check(S <= INT_MAX, "no more than 2^31 - 1 rows");
+  check(1 <= num_experts && num_experts <= INT_MAX, "num_experts must be at least 1 and less than 2^31");
+  check(ids.is_contiguous(), "ids must be contiguous");
+  const auto holds = [](const Tensor& tensor, int64_t numel) {
+    return tensor.numel() == numel && tensor.scalar_type() == ScalarType::Int && tensor.is_contiguous();
+  };
+  check(holds(row_assignment, S) && holds(offs, num_experts), "row_assignment must be int32 [S] and offs int32 [E]");
+  const Launch launch(ids);
+  RouteProblem p{};
+  p.S = int(S), p.E = int(num_experts);
+  p.ids = ids.data_ptr(), p.id_type = id_type(ids);
+  p.row_assignment = static_cast<int*>(row_assignment.data_ptr());
+  p.offs = static_cast<int*>(offs.data_ptr());
+  const Tensor scratch = torch::stable::new_empty(offs, {route_words(p.S, p.E)});
+  check(launch_route(p, static_cast<int*>(scratch.data_ptr()), launch.stream));
+}
+
 // Columns as _testing.py names them.
 Tensor config_table(const Tensor&) {
   constexpr int kColumns = 9;
   Tensor table = torch::stable::empty({kConfigCount, kColumns}, ScalarType::Long);
   int64_t* row = static_cast<int64_t*>(table.data_ptr());
   for (const Config& c : kConfigs) {
-    const int64_t values[kColumns] = {int64_t(c.op), int64_t(c.path), kTile,           kTile,       c.tile_k,
+    const int64_t values[kColumns] = {int64_t(c.op), int64_t(c.path),  kTile,           c.tile_columns, c.tile_k,
                                       c.stages,      c.shared_bytes(), c.blocks_per_sm, c.vectorized};
     for (const int64_t value : values) *row++ = value;
   }
   return table;
 }
 
-bool config_fits(const Tensor&, int64_t index, int64_t per_block, int64_t per_sm, int64_t reserved) {
+bool config_runs_on(const Tensor&, int64_t index, int64_t capability, int64_t per_block, int64_t per_sm, int64_t reserved) {
   check(0 <= index && index < kConfigCount, "no such configuration");
-  return fits(kConfigs[index], {int(per_block), int(per_sm), int(reserved)});
+  return runs_on(kConfigs[index], {int(capability), int(per_block), int(per_sm), int(reserved)});
 }
 
 void force(const Tensor&, int64_t index, int64_t blocks) {
@@ -296,11 +361,12 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("gemm_combine", TORCH_BOX(&moe::gemm_combine));
   ops.impl("weight_grad", TORCH_BOX(&moe::weight_grad));
   ops.impl("sum_rows", TORCH_BOX(&moe::sum_rows));
+  ops.impl("route", TORCH_BOX(&moe::route));
 }
 
 // The test hooks tell of the library, not of a GPU, and answer on a machine without one.
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("config_table", TORCH_BOX(&moe::config_table));
-  ops.impl("config_fits", TORCH_BOX(&moe::config_fits));
+  ops.impl("config_runs_on", TORCH_BOX(&moe::config_runs_on));
   ops.impl("force", TORCH_BOX(&moe::force));
 }

@@ -9,15 +9,16 @@ struct TilePosition {
   int row_tile, column_tile;
 };
 
-// Column tiles are taken kStrip at a time; inside a strip the row tiles advance, so that the strip's part of the weights
-// and of an output that is added to stays in L2 while the rows stream past. docs/design.md has the widths that were tried.
-constexpr int kStrip = 8;
+// Of the kernels of every GPU; docs/design.md has the widths that were tried.
+constexpr Raster kRaster{1, 8};
 
-__device__ __forceinline__ TilePosition tile_position(int tile, int row_tiles, int column_tiles) {
-  const int strip_tiles = row_tiles * min(kStrip, column_tiles);
-  const int first_column = tile / strip_tiles * kStrip, inside = tile % strip_tiles;
-  const int columns = min(kStrip, column_tiles - first_column);
-  return {inside / columns, first_column + inside % columns};
+__device__ __forceinline__ TilePosition tile_position(int tile, int row_tiles, int column_tiles, Raster raster = kRaster) {
+  const int strip_tiles = row_tiles * min(raster.strip, column_tiles);
+  const int first_column = tile / strip_tiles * raster.strip, inside = tile % strip_tiles;
+  const int columns = min(raster.strip, column_tiles - first_column);
+  const int first_row = inside / (raster.group * columns) * raster.group, of_group = inside % (raster.group * columns);
+  const int rows = min(raster.group, row_tiles - first_row);
+  return {first_row + of_group % rows, first_column + of_group / rows};
 }
 
 // The next tile of this launch that no block has taken: blocks start with the tile of their index and then claim one
@@ -32,12 +33,24 @@ inline int64_t max_row_tiles(int64_t S, int64_t E, int tile_rows) {
   return bound < S ? bound : S;
 }
 
-// 32-bit words of scratch that build_schedule() fills: tiles (first, for their alignment), bounds and two counters.
-inline int64_t schedule_words(int64_t S, int64_t E, int tile_rows) { return 4 * max_row_tiles(S, E, tile_rows) + E + 3; }
+// 32-bit words of scratch that build_schedule() fills: tiles (first, for their alignment), bounds and three counters.
+inline int64_t schedule_words(int64_t S, int64_t E, int tile_rows) { return 4 * max_row_tiles(S, E, tile_rows) + E + 4; }
 
-// Fills `scratch` from the cumulative group ends `offs` (int32 [E]); tile_rows 0 leaves out the tiles. Rows past the
-// last group get tiles of expert -1 where `cover_rest` asks for them.
-cudaError_t build_schedule(const int* offs, int S, int E, int tile_rows, bool cover_rest, int* scratch,
+// Memory to be filled with zeros on the way.
+struct Clear {
+  float* data;
+  int64_t count;
+};
+
+// Which tiles there shall be: of up to `rows` rows (0: none), apart those of up to short_rows, and where cover_rest asks for
+// them tiles of expert -1 for the rows past the last group.
+struct Tiling {
+  int rows, short_rows;
+  bool cover_rest;
+};
+
+// Fills `scratch` from the cumulative group ends `offs` (int32 [E]).
+cudaError_t build_schedule(const int* offs, int S, int E, const Tiling& tiling, const Clear& clear, int sms, int* scratch,
                            cudaStream_t stream, Schedule* schedule);
 
 }  // namespace moe

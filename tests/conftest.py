@@ -58,18 +58,24 @@ def forced_settings():
     """Every configuration that fits this GPU with every dtype that it serves."""
     if not HAS_GPU:
         return []
-    major, minor = torch.cuda.get_device_capability()
     return [
         Setting("cuda", dtype, config.name)
-        for config in load_part("_testing").configs()
-        if config.selectable_on(10 * major + minor)
+        for config in load_part("_testing").configs_here()
         for dtype in ((torch.float32,) if config.path == "fp32" else (torch.bfloat16, torch.float16))
     ]
 
 
 # The hub runs the tests that are marked for it beside the package alone, without the project's tools.
 if not (Path(__file__).resolve().parents[1] / "tools").is_dir():
-    collect_ignore = ["test_package.py", "test_cuda_build.py", "test_record.py", "test_examples.py", "test_readme.py"]
+    collect_ignore = [
+        "test_package.py",
+        "test_cuda_build.py",
+        "test_record.py",
+        "test_sweep.py",
+        "test_plot.py",
+        "test_examples.py",
+        "test_readme.py",
+    ]
 
 
 def pytest_configure(config):

@@ -221,6 +221,19 @@ def test_one_graph_for_all_token_counts(kernel, device, dynamo):
     assert counter.frame_count <= 2
 
 
+def test_one_graph_for_all_numbers_of_experts(kernel, device, dynamo):
+    """The sort, too, takes E as a symbol."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(kernel.moe, backend=counter, fullgraph=True)
+    for E in (5, 300, 40, 1100):
+        x, W, ids, weights = oracle.make(30, 16, 8, E, 2, device=device, distribution="skipped")
+        torch._dynamo.mark_dynamic(W, 0)
+        oracle.assert_close(compiled(x, W, ids, weights), oracle.moe(x, W, ids, weights), 1e-5)
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_compiled_in_one_graph(kernel, device, dynamo, function, out_dtype):

@@ -203,7 +203,7 @@ def test_weights_are_read_in_place(kernel, ops, device, layout):
     leaf = WEIGHTS[layout](problem.tensors["W"]).detach().requires_grad_()
     with problems.Calls(ops) as calls:
         problems.run(kernel, problem._replace(tensors=problem.tensors | {"W": leaf}), only=("x", "weights"))
-    read = [arguments["w"] for _, arguments in calls.calls]
+    read = [arguments["w"] for _, arguments in calls.calls if "w" in arguments]
     assert len(read) == 2 and all(w.data_ptr() == leaf.data_ptr() for w in read)
 
 

@@ -24,6 +24,10 @@ ROW = {
     **{"path": "mma", "mode": "eager", "pass": "fwd", "distribution": "uniform", "ms": 0.2, "tflops": 687.2},
     **{"dense_ms": 0.1, "bytes_peak": 34_000_000, "peers": {"unfused": 0.5}, **STAMP},
 }
+SWEEP_ROW = {
+    **{**ROW, "shape": "qwen3-up", "bytes_saved": 65_000},
+    **{"peers_bytes_peak": {"unfused": 10**9}, "peers_bytes_saved": {}},
+}
 RECORD = {
     **{"gpu": "NVIDIA Test 1", "torch": "2.11.0", "cuda": "13.0"},
     "tests": {"passed": 10, "failed": 0, "skipped": 1, **STAMP},
@@ -32,10 +36,12 @@ RECORD = {
         {"name": "moe", "dtype": "fp32", "metric": "max relative", "value": 1e-6, "limit": 1e-5, **STAMP},
     ],
     "rows": [ROW, {**ROW, "pass": "fwd+bwd", "ms": 0.6, "peers": {}}],
+    "sweeps": [SWEEP_ROW, {**SWEEP_ROW, "distribution": "zipf", "ms": 0.25, "bytes_peak": 33_619_968, "peers": {}}],
 }
 MACHINE = {name: RECORD[name] for name in records.MACHINE}
 README = (
-    "before\n<!-- table:correctness -->\n<!-- /table -->\n<!-- table:speed -->\nlast year\n<!-- /table -->\nafter\n"
+    "before\n<!-- table:correctness -->\n<!-- /table -->\n<!-- table:speed -->\nlast year\n<!-- /table -->\n"
+    "<!-- table:sweeps -->\n<!-- /table -->\nafter\n"
 )
 
 
@@ -73,6 +79,10 @@ def test_the_form_accepts_a_record_and_part_of_one():
         (changed(rows=[ROW, {**ROW, "speed": 1}]), ["record.rows[1] should not have speed"]),
         (changed(rows=[{**ROW, "peers": {"unfused": None}}]), ["record.rows[0].peers.unfused is None"]),
         (changed(rows=ROW), [f"record.rows is {ROW!r}"]),
+        (
+            changed(sweeps=[{**SWEEP_ROW, "peers_bytes_peak": {"unfused": 1.5}}]),
+            ["record.sweeps[0].peers_bytes_peak.unfused is 1.5"],
+        ),
         (changed(notes="fast"), ["record should not have notes"]),
     ],
 )
@@ -88,9 +98,10 @@ def test_rows_replace_those_of_their_kind():
     assert {**result, "rows": None} == {**RECORD, "rows": None}
 
 
-def test_other_parts_are_replaced_whole():
-    part = [{**RECORD["correctness"][0], "name": "grouped_gemm"}]
-    assert records.merged(RECORD, {**MACHINE, "correctness": part}) == changed(correctness=part)
+@pytest.mark.parametrize("name, item", [("correctness", {"name": "grouped_gemm"}), ("sweeps", {"T": 1024})])
+def test_other_parts_are_replaced_whole(name, item):
+    part = [{**RECORD[name][0], **item}]
+    assert records.merged(RECORD, {**MACHINE, name: part}) == changed(**{name: part})
 
 
 def test_the_first_part_makes_a_record():
@@ -126,8 +137,37 @@ def test_tables_show_the_figures():
     assert readme_tables.OLDER not in text
 
 
+def test_speed_in_a_sentence():
+    """The fastest kernels of these sources at each shape; what is older stands last and is not counted."""
+    old = {**ROW, "ms": 0.01, "source_digest": BEFORE}
+    text = tables(changed(rows=[old, ROW, {**ROW, "path": "wgmma", "ms": 0.125}, {**ROW, "shape": "other"}]))
+    assert "`moe`, forward in bf16, is 0.50 to 0.80 times dense, 2.50 to 4.00 times unfused." in text
+    assert text.index("| 0.125 |") < text.index("| 0.010 |")
+    assert "The rate of" not in tables(changed(rows=[old]))
+
+
+def test_tables_show_the_sweeps():
+    text = tables(RECORD)
+    assert (
+        "| uniform | fwd | 0.200 | 687 | 1.00 | 0.50 | 2.50 |\n| Zipf(1) | fwd | 0.250 | 687 | 0.80 | 0.40 |  |" in text
+    )
+    assert "allocated 8.0 to 54.4 bytes an assignment." in text
+    failed = {**SWEEP_ROW, "ms": None, "tflops": None, "dense_ms": None, "bytes_peak": None}
+    assert "| Zipf(1) | fwd | 0.250 | 687 |  | 0.40 |  |" in tables(changed(sweeps=[failed, RECORD["sweeps"][1]]))
+    assert "points failed" not in text and "**1 of 1 points failed.**" in tables(changed(sweeps=[failed]))
+
+
+def test_tables_show_the_plots_that_are_drawn(monkeypatch, tmp_path):
+    monkeypatch.setattr(records, "PLOTS", tmp_path)
+    assert "![" not in tables(RECORD)
+    for name in readme_tables.PLOTS:
+        (tmp_path / f"test-1-{name}.png").touch()
+    text = tables(RECORD)
+    assert [text.count(f"](docs/plots/test-1-{name}.png)") for name in readme_tables.PLOTS] == [1] * 4
+
+
 def test_tables_without_a_record_say_so():
-    assert tables().count(readme_tables.NO_RECORD) == 2
+    assert tables().count(readme_tables.NO_RECORD) == 3
 
 
 def test_tables_mark_what_is_older_than_the_sources():
@@ -207,8 +247,8 @@ def test_a_part_that_fails_is_recorded_and_told(monkeypatch, tmp_path, capsys):
 
 
 def test_a_gpu_names_its_file():
-    assert record_gpu.file_name("NVIDIA H200") == "h200"
-    assert record_gpu.file_name("NVIDIA RTX PRO 6000 Blackwell") == "rtx-pro-6000-blackwell"
+    assert records.file_name("NVIDIA H200") == "h200"
+    assert records.file_name("NVIDIA RTX PRO 6000 Blackwell") == "rtx-pro-6000-blackwell"
 
 
 def succeed(*command):

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Write README's tables from the records in benchmarks/results; with --check, only say whether they are in step.
 
-A table stands between the lines `<!-- table:NAME -->` and `<!-- /table -->`, NAME being `correctness` or `speed`.
+A table stands between the lines `<!-- table:NAME -->` and `<!-- /table -->`, NAME being `correctness`, `speed` or
+`sweeps`. With it stand the plots that benchmarks/plot.py has drawn.
 """
 
 import argparse
 import re
 import sys
+from itertools import product
 
 import record as records
 from source_digest import source_digest
@@ -16,10 +18,19 @@ NO_RECORD = "Nothing is recorded yet: `make record` on a machine with a GPU meas
 OLDER = "†"
 OLDER_NOTE = f"{OLDER} measured on sources that have changed since."
 CAPTION = (
-    "Medians of one run, the L2 flushed before each. *Of dense*: cuBLAS's time for products of as many operations "
+    "Medians of one run, the L2 flushed before each. *Kernels*: `fp32` and `mma` are those of every GPU, `wgmma` "
+    "Hopper's; where a shape has both, `mma` was asked for. *Of dense*: cuBLAS's time for products of as many operations "
     "(one, or three with the backward) over ours. The columns after it: how many times as fast as each peer."
 )
 PRODUCTS = {"fwd": 1, "fwd+bwd": 3}
+BASE = "qwen3-up"  # the shape that the sweeps start from
+DISTRIBUTIONS = {"uniform": "uniform", "zipf": "Zipf(1)", "one": "one expert"}
+PLOTS = {
+    "peers": "TFLOP/s of moe, of a dense product and of the peers at each shape",
+    "skew": "TFLOP/s by routing",
+    "scale": "TFLOP/s by tokens and by experts",
+    "memory": "Memory by tokens",
+}
 
 
 def main() -> int:
@@ -47,7 +58,7 @@ def main() -> int:
 
 def with_tables(text: str, found: list[dict], digest: str) -> str:
     """The text with its tables made anew from the records."""
-    for name, table in {"correctness": correctness_table, "speed": speed_table}.items():
+    for name, table in {"correctness": correctness_table, "speed": speed_table, "sweeps": sweeps_table}.items():
         block = re.compile(rf"(<!-- table:{name} -->\n).*?(<!-- /table -->)", re.DOTALL)
         body = "\n\n".join(table(record, digest) for record in found) or NO_RECORD
         text, count = block.subn(lambda m, body=body: f"{m[1]}\n{body}\n\n{m[2]}", text)
@@ -103,8 +114,28 @@ def speed_table(record: dict, digest: str) -> str:
         *(f"× {name}" for name in peers),
         "peak MB",
     ]
-    rows = [speed_row(row, peers, digest) for row in found]
-    return "\n\n".join([heading(record), CAPTION, markdown(header, rows), *note(record, ("rows",), digest)])
+    # What was measured on these sources first.
+    rows = [speed_row(row, peers, digest) for row in sorted(found, key=lambda row: row["source_digest"] != digest)]
+    lines = [heading(record), *plots(record, "peers"), *rates(found, digest), CAPTION, markdown(header, rows)]
+    return "\n\n".join(lines + note(record, ("rows",), digest))
+
+
+def rates(rows: list[dict], digest: str) -> list[str]:
+    """A sentence an operation: how its fastest kernels compare, forward in bf16, on the sources as they are."""
+    said = []
+    for op in dict.fromkeys(row["op"] for row in rows):
+        fastest = {}
+        for row in rows:
+            kind = row["op"], row["dtype"], row["pass"], row["mode"], row["source_digest"]
+            if kind == (op, "bf16", "fwd", "eager", digest) and row["ms"] is not None:
+                fastest[row["shape"]] = min(row, fastest.get(row["shape"], row), key=lambda row: row["ms"])
+        if fastest:
+            others = {"dense": [row["dense_ms"] / row["ms"] for row in fastest.values()]}
+            for name in dict.fromkeys(name for row in fastest.values() for name in row["peers"]):
+                others[name] = [row["peers"][name] / row["ms"] for row in fastest.values() if name in row["peers"]]
+            shown = [f"{min(found):.2f} to {max(found):.2f} times {name}" for name, found in others.items()]
+            said.append(f"The rate of `{op}`, forward in bf16, is {', '.join(shown)}.")
+    return said
 
 
 def speed_row(row: dict, peers: list[str], digest: str) -> list[str]:
@@ -118,6 +149,52 @@ def speed_row(row: dict, peers: list[str], digest: str) -> list[str]:
     ratios = [f"{row['peers'][name] / ms:.2f}" if name in row["peers"] else "" for name in peers]
     peak = "" if row["bytes_peak"] is None else f"{row['bytes_peak'] / 1e6:.0f}"
     return [*which, f"{ms:.3f}", f"{row['tflops']:.0f}", f"{dense:.2f}", *ratios, peak]
+
+
+def sweeps_table(record: dict, digest: str) -> str:
+    """The routings at the base; tokens and experts are for the plots."""
+    if not record.get("sweeps"):
+        return f"{heading(record)}\n\n{NO_RECORD}"
+    found = [row for row in record["sweeps"] if row["ms"] is not None]
+    failed = len(record["sweeps"]) - len(found)
+    base = {(row["pass"], row["distribution"]): row for row in found if row["shape"] == BASE}
+    kinds = [kind for kind in product(PRODUCTS, DISTRIBUTIONS) if kind in base]
+    header = ["routing", "pass", "ms", "TFLOP/s", "of uniform", "of dense", "× unfused"]
+    table = markdown(header, [skew_row(base[kind], base.get((kind[0], "uniform")), digest) for kind in kinds])
+    lines = [heading(record), *plots(record, "skew"), table, *plots(record, "scale", "memory"), *allocations(found)]
+    lines += [f"**{failed} of {len(record['sweeps'])} points failed.**"] if failed else []
+    return "\n\n".join(lines + note(record, ("sweeps",), digest))
+
+
+def skew_row(row: dict, uniform: dict | None, digest: str) -> list[str]:
+    ms = row["ms"]
+    ratios = [
+        uniform["ms"] / ms if uniform else None,
+        row["dense_ms"] * PRODUCTS[row["pass"]] / ms,
+        row["peers"]["unfused"] / ms if "unfused" in row["peers"] else None,
+    ]
+    shown = ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+    return [
+        DISTRIBUTIONS[row["distribution"]] + mark(row, digest),
+        row["pass"],
+        f"{ms:.3f}",
+        f"{row['tflops']:.0f}",
+        *shown,
+    ]
+
+
+def allocations(rows: list[dict]) -> list[str]:
+    """A sentence on what moe's forwards allocate beyond their float32 results."""
+    forwards = [row for row in rows if row["pass"] == "fwd" and row["bytes_peak"] is not None]
+    extra = [(row["bytes_peak"] - 4 * row["T"] * row["N"]) / (row["T"] * row["k"]) for row in forwards]
+    if not extra:
+        return []
+    return [f"Beyond its result a forward of `moe` allocated {min(extra):.1f} to {max(extra):.1f} bytes an assignment."]
+
+
+def plots(record: dict, *names: str) -> list[str]:
+    files = {name: records.plot_file(record["gpu"], name) for name in names}
+    return [f"![{PLOTS[name]}](docs/plots/{file.name})" for name, file in files.items() if file.exists()]
 
 
 def heading(record: dict) -> str:

@@ -6,10 +6,12 @@ Null stands for what could not be measured, because the attempt failed.
 
 import json
 import os
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+PLOTS = ROOT / "docs" / "plots"
 
 NUMBER, MEASURED, COUNTED = (int, float), (int, float, type(None)), (int, type(None))
 STAMP = {"source_digest": str, "date": str}
@@ -19,12 +21,17 @@ ROW = {
     **{"op": str, "shape": str, **SIZES, "dtype": str, "path": str, "mode": str, "pass": str, "distribution": str},
     **{"ms": MEASURED, "tflops": MEASURED, "dense_ms": MEASURED, "bytes_peak": COUNTED, "peers": {str: NUMBER}},
 }
+SWEEP_ROW = {
+    **ROW,
+    **{"bytes_saved": COUNTED, "peers_bytes_peak": {str: COUNTED}, "peers_bytes_saved": {str: COUNTED}},
+}
 MACHINE = {"gpu": str, "torch": str, "cuda": str}
 PARTS = {
     "tests": {"passed": int, "failed": int, "skipped": int, **STAMP},
     "sanitizer": {"memcheck": COUNTED, "racecheck": COUNTED, **STAMP},
     "correctness": [{**CORRECTNESS, **STAMP}],
     "rows": [{**ROW, **STAMP}],
+    "sweeps": [{**SWEEP_ROW, **STAMP}],
 }
 ROW_KEY = ("op", "shape", "dtype", "path", "mode", "pass", "distribution")
 
@@ -60,6 +67,15 @@ def merged(record: dict, update: dict) -> dict:
         rows = {tuple(row[name] for name in ROW_KEY): row for row in [*record.get("rows", []), *update["rows"]]}
         result["rows"] = list(rows.values())
     return result
+
+
+def file_name(gpu: str) -> str:
+    """NVIDIA H200 -> h200"""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-")
+
+
+def plot_file(gpu: str, name: str) -> Path:
+    return PLOTS / f"{file_name(gpu)}-{name}.png"
 
 
 def read(file: Path) -> dict:

@@ -54,7 +54,7 @@ def main() -> int:
 
     os.environ.setdefault("LOCAL_KERNELS", f"phanerozoic/grouped-gemm-moe={records.ROOT}")
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    output = args.output or records.RESULTS / f"{file_name(machine['gpu'])}.json"
+    output = args.output or records.RESULTS / f"{records.file_name(machine['gpu'])}.json"
     if built_from() != source_digest():
         parser.error("the variant in build/ was built from other sources: run tools/build.py")
     # Of a record that is measured whole nothing is kept: torch may be another one.
@@ -79,11 +79,6 @@ def built_from() -> str | None:
     name = f"{Path(package.load().__file__).parent.name}.sources.txt"
     file = records.ROOT / "build" / name
     return file.read_text().strip() if file.exists() else None
-
-
-def file_name(gpu: str) -> str:
-    """NVIDIA H200 -> h200"""
-    return re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia")).strip("-")
 
 
 def run_tests(args) -> tuple[dict, bool]:
@@ -159,6 +154,11 @@ def run_rows(args) -> tuple[list, bool]:
     return rows or [], status == 0
 
 
+def run_sweeps(args) -> tuple[list, bool]:
+    rows, status = json_of("sweep.py")
+    return rows or [], status == 0
+
+
 def json_of(script: str, *options: str) -> tuple[list | None, int]:
     """What a benchmark wrote, None if nothing, and its exit status."""
     with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +171,13 @@ def python(*arguments) -> int:
     return subprocess.run([sys.executable, *arguments], cwd=records.ROOT).returncode
 
 
-PARTS = {"tests": run_tests, "sanitizer": run_sanitizer, "correctness": run_correctness, "rows": run_rows}
+PARTS = {
+    "tests": run_tests,
+    "sanitizer": run_sanitizer,
+    "correctness": run_correctness,
+    "rows": run_rows,
+    "sweeps": run_sweeps,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

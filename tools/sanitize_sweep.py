@@ -32,10 +32,7 @@ def main() -> None:
     parser.add_argument("--share", default="0/1", metavar="I/N", help="which of how many parts of the configurations")
     share, shares = map(int, parser.parse_args().share.split("/"))
     torch.manual_seed(0)
-    major, minor = torch.cuda.get_device_capability()
-    for config in hooks.configs()[share::shares]:
-        if not config.selectable_on(10 * major + minor):
-            continue
+    for config in hooks.configs_here()[share::shares]:
         for dtype in DTYPES[config.path]:
             with hooks.forced(config.name, blocks=4):  # each takes several tiles
                 sweep(dtype, *ALIGNED)
@@ -78,7 +75,8 @@ def sweep(dtype: torch.dtype, features: int, outputs: int, transposed: bool = Fa
 
 
 def many_groups(dtype: torch.dtype) -> None:
-    """More than the schedule cuts at once."""
+    """More than the schedule cuts at once, and than one pass sorts by."""
+    kernel.route(torch.randint(-1, 1101, (TOKENS, 2), device=DEVICE), 1100)
     x, weight = random(TOKENS, 16, dtype=dtype), random(1100, 8, 16, dtype=dtype)
     sizes = torch.zeros(1100, dtype=torch.int64, device=DEVICE)
     sizes[::11] = 1

@@ -13,7 +13,7 @@ inline constexpr const char* kSchemas[] = {
     "gemm(Tensor a, Tensor w, Tensor offs, Tensor? row_assignment, int top_k, bool gather, bool scatter, "
     "Tensor? bias, Tensor? row_weight, Tensor? dot_with, Tensor(a!)? dot, Tensor(b!)? out) -> ()",
 
-    // The same product, weighted and added into the row of its token.
+    // The same product, weighted and summed into the row of its token.
     "gemm_combine(Tensor a, Tensor w, Tensor offs, Tensor row_assignment, int top_k, bool gather, "
     "Tensor? bias, Tensor? row_weight, Tensor? dot_with, Tensor(a!)? dot, Tensor(b!) out) -> ()",
 
@@ -24,10 +24,14 @@ inline constexpr const char* kSchemas[] = {
     // The top_k rows of each token, added in slot order.
     "sum_rows(Tensor rows, int top_k, Tensor(a!) out) -> ()",
 
+    // The stable sort of the assignments by expert, and where each expert ends in it. A SymInt, so that one compiled graph
+    // serves all numbers of experts.
+    "route(Tensor ids, SymInt num_experts, Tensor(a!) row_assignment, Tensor(b!) offs) -> ()",
+
     // Test hooks of a library with kernels, answered on the CPU: its configurations, whether one fits a GPU's shared
     // memory, and the choice of one (-1: automatic) and of the most blocks that run at once (0: as many as fit).
     "config_table(Tensor like) -> Tensor",
-    "config_fits(Tensor like, int index, int per_block, int per_sm, int reserved) -> bool",
+    "config_runs_on(Tensor like, int index, int capability, int per_block, int per_sm, int reserved) -> bool",
     "force(Tensor like, int index, int blocks) -> ()",
 };
 

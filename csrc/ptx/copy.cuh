@@ -88,6 +88,12 @@ __device__ __forceinline__ void load_shared_16(float* to, uint32_t shared) {
                : "r"(shared));
 }
 
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t shared) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(shared));
+  return value;
+}
+
 __device__ __forceinline__ void store_shared_8(uint32_t shared, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared), "f"(first), "f"(second) : "memory");
 }
@@ -97,7 +103,7 @@ __device__ __forceinline__ void store_shared_4(uint32_t shared, float value) {
   asm volatile("st.volatile.shared.f32 [%0], %1;" ::"r"(shared), "f"(value) : "memory");
 }
 
-#if __CUDA_ARCH__ >= 900
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 // Makes this thread's ordinary shared-memory writes visible to the copy engine.
 __device__ __forceinline__ void fence_shared_for_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -111,8 +117,19 @@ __device__ __forceinline__ void bulk_add(float* global, uint32_t shared, int byt
 
 __device__ __forceinline__ void commit_bulk() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until this thread's bulk operations have read their shared memory, so that it may be written again.
-__device__ __forceinline__ void wait_bulk_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until all but this thread's last kPending bulk operations have read their shared memory, so that it may be written
+// again.
+template <int kPending>
+__device__ __forceinline__ void wait_bulk_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Adds four neighbouring values to global memory, 16-byte aligned, each of them atomically.
+__device__ __forceinline__ void add_16(float* global, const float (&value)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(value[0]), "f"(value[1]),
+               "f"(value[2]), "f"(value[3])
+               : "memory");
+}
 
 #endif
 

@@ -47,7 +47,7 @@ class Config(NamedTuple):
     def selectable_on(self, arch: int) -> bool:
         """Whether a GPU of this compute capability (90 for 9.0) may get it, for the calls that it serves."""
         per_sm, per_block = (1024 * size for size in SHARED_MEMORY[arch])
-        return ops.config_fits(_like(), configs().index(self), per_block, per_sm, _RESERVED)
+        return ops.config_runs_on(_like(), configs().index(self), arch, per_block, per_sm, _RESERVED)
 
 
 def _like() -> torch.Tensor | None:
@@ -65,6 +65,12 @@ def configs() -> list[Config]:
         Config(_OPS[op], _PATHS[path], *numbers, bool(vectorized))
         for op, path, *numbers, vectorized in ops.config_table(like).tolist()
     ]
+
+
+def configs_here() -> list[Config]:
+    """Those of them that the current GPU may get."""
+    major, minor = torch.cuda.get_device_capability()
+    return [config for config in configs() if config.selectable_on(10 * major + minor)]
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ def _product(a, w, routing, gather, combine, out_dtype, *, row_weight=None, bias
         out = a.new_empty((num_tokens, columns), dtype=out_dtype)
         ops.sum_rows(rows, top_k, out)
         return out
-    out = a.new_zeros((num_tokens, columns), dtype=sum_dtype)
+    out = a.new_empty((num_tokens, columns), dtype=sum_dtype)
     ops.gemm_combine(*read, *terms, out)
     # No .to() that returns out itself: torch 2.11's compiler takes that for a second result and loses the gradient.
     return out if out.dtype is out_dtype else out.to(out_dtype)

@@ -1,7 +1,10 @@
 """The public functions: every check of arguments, then the routing and one differentiable product."""
 
+import numbers
+
 import torch
 
+from ._ops import ops
 from .autograd import GroupedProduct, unit_rows
 from .reference import accumulator_dtype
 from .routing import Routing, sort_by_expert
@@ -121,12 +124,12 @@ def route(expert_ids: torch.Tensor, num_experts: int) -> Routing:
         tensor([1, 3, 4], dtype=torch.int32)
     """
     sizes = _check(expert_ids=(expert_ids, "T k", _INTEGERS))
-    if isinstance(num_experts, bool) or not isinstance(num_experts, (int, torch.SymInt)):
+    if isinstance(num_experts, bool) or not isinstance(num_experts, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"num_experts must be an int, but it is of type {type(num_experts).__name__}")
     if not 1 <= num_experts < 2**31:
         raise ValueError(f"num_experts must be at least 1 and less than 2**31, but it is {num_experts}")
     _check_num_rows("expert_ids", expert_ids, sizes["T"] * sizes["k"])
-    return sort_by_expert(expert_ids, num_experts)
+    return sort_by_expert(expert_ids, num_experts if isinstance(num_experts, torch.SymInt) else int(num_experts))
 
 
 def gather_gemm(
@@ -220,6 +223,78 @@ def gemm_combine(
     h, W, bias = _operands(h=h, W=W, bias=bias)
     out_dtype = _out_dtype(out_dtype, accumulator_dtype(h.dtype), h)
     return _product(h, W, routing, topk_weights, bias, False, True, out_dtype)
+
+
+@torch.no_grad()
+def weight_grad(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    routing: Routing,
+    topk_weights: torch.Tensor | None = None,
+    *,
+    gather_x: bool = True,
+    gather_dy: bool = True,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    """Per expert the sum of outer products, ``out[e] = sum over its rows r of topk_weights[r] * outer(dy[r], x[r])``.
+
+    It is the gradient of W in the products above, for backward passes of one's own and for adding to a gradient that is
+    there already.
+
+    Args:
+        x: tokens [T, K], float32, bfloat16 or float16 (on the CPU float64 too); with ``gather_x=False`` rows [S, K] in
+            expert order.
+        dy: incoming gradients by token [T, N] in x's dtype; with ``gather_dy=False`` by row [S, N] in expert order.
+        routing: what `route` returned for these tokens and E experts. Rows of skipped ids are not read.
+        topk_weights: [T, k] of float32, bfloat16, float16 or float64, or None for weights of 1.
+        gather_x, gather_dy: whether x and dy are read by token.
+        out: where the result goes, [E, N, K] in x's dtype or float32, contiguous in K or in N; a new tensor in x's
+            dtype unless given.
+        accumulate: add to what is in out, each value once, and round the sum once.
+
+    Returns:
+        out. Not differentiable. An expert without rows has exactly 0, or keeps what was there. The same bits in each
+        run. ``topk_weights * dy`` is rounded to x's dtype before the products, which are summed in float32; where out
+        is contiguous in N it is ``topk_weights * x`` instead.
+
+    Raises:
+        ValueError: for shapes, dtypes, devices or strides that do not agree or are not supported, naming the argument.
+        TypeError: for an argument of the wrong type, and for a DTensor.
+
+    Example:
+        >>> routing = route(torch.tensor([[1, 0], [1, 2]]), 3)
+        >>> weight_grad(torch.randn(2, 16), torch.randn(2, 8), routing).shape
+        torch.Size([3, 8, 16])
+    """
+    sizes = _check_routing(routing)
+    sizes["E"] = routing.offs.shape[0]
+    operands = {"x": (x, "T K" if gather_x else "S K"), "dy": (dy, "T N" if gather_dy else "S N")}
+    weights = {} if topk_weights is None else {"topk_weights": (topk_weights, "T k", _WEIGHTS)}
+    results = {} if out is None else {"out": (out, "E N K")}
+    sizes = _check(sizes, **operands, **weights, **results, **_routing_tensors(routing))
+    dtypes = _OPERANDS if x.device.type == "cuda" else (*_OPERANDS, torch.float64)
+    if x.dtype not in dtypes:
+        raise ValueError(f"x must have one of the dtypes {_names(dtypes)} on {x.device.type}, but it is {x.dtype}")
+    if dy.dtype is not x.dtype:
+        raise ValueError(f"dy must be {x.dtype} as x is, but it is {dy.dtype}")
+    if out is None:
+        if accumulate:
+            raise ValueError("out must be given to accumulate into, but it is None")
+        out = x.new_empty(sizes["E"], sizes["N"], sizes["K"])
+    elif out.dtype not in (x.dtype, accumulator_dtype(x.dtype)):
+        raise ValueError(f"out must be {x.dtype} or {accumulator_dtype(x.dtype)}, but it is {out.dtype}")
+    elif all(out.shape[d] > 1 and out.stride(d) != 1 for d in (1, 2)):
+        raise ValueError(
+            f"out must be contiguous in its last dimension or the one before, but its strides are {out.stride()}"
+        )
+    row_weight = None
+    if topk_weights is not None:
+        row_weight = topk_weights.to(accumulator_dtype(x.dtype)).reshape(-1).contiguous()
+    row_assignment, offs = routing.row_assignment.contiguous(), routing.offs.contiguous()
+    read = unit_rows(x), unit_rows(dy), offs, row_assignment, routing.top_k, gather_x, gather_dy
+    ops.weight_grad(*read, row_weight, accumulate, out)
+    return out
 
 
 def _product(x, W, routing, topk_weights, bias, gather, combine, out_dtype):

@@ -120,6 +120,7 @@ def gemm_combine(a, w, offs, row_assignment, top_k, gather, bias, row_weight, do
     # A rows buffer, not index_add by expert: the slot order of the additions makes the sum reproducible at any top_k.
     rows = out.new_empty(row_assignment.shape[0], out.shape[1])
     _multiply(a, w, offs, row_assignment, top_k, gather, True, bias, row_weight, dot_with, True, dot, rows)
+    out.zero_()
     _add_slots(rows, top_k, out)
 
 
@@ -148,3 +149,17 @@ def sum_rows(rows, top_k, out):
     total = torch.zeros(out.shape, dtype=accumulator_dtype(rows.dtype), device=out.device)
     _add_slots(rows, top_k, total)
     out.copy_(total)
+
+
+@_cpu_kernel
+def route(ids, num_experts, row_assignment, offs):
+    # In int64: a narrower type would wrap num_experts, and a wide id must not be cut to a valid one.
+    ids = ids.reshape(-1).to(torch.int64)
+    # Dead ids on either side become num_experts, which -1 is modulo num_experts + 1.
+    ids = ids.clamp(-1, num_experts).remainder(num_experts + 1)
+    # The narrowest key, since a radix sort makes a pass for each of its bytes.
+    key_dtype = next(d for d in (torch.uint8, torch.int16, torch.int32) if num_experts <= torch.iinfo(d).max)
+    expert_of_row, order = torch.sort(ids.to(key_dtype), stable=True)
+    experts = torch.arange(num_experts, dtype=key_dtype, device=ids.device)
+    row_assignment.copy_(order)
+    offs.copy_(torch.searchsorted(expert_of_row, experts, right=True))

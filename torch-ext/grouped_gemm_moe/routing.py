@@ -1,8 +1,10 @@
-"""The routing of tokens to experts as one stable sort, in torch alone and without reading a value on the host."""
+"""The routing of tokens to experts as one stable sort, without reading a value on the host."""
 
 from typing import NamedTuple
 
 import torch
+
+from ._ops import ops
 
 
 class Routing(NamedTuple):
@@ -27,13 +29,7 @@ class Routing(NamedTuple):
 def sort_by_expert(expert_ids: torch.Tensor, num_experts: int) -> Routing:
     """The `Routing` of expert_ids [T, k]; ids outside [0, num_experts) belong to no expert."""
     num_tokens, top_k = expert_ids.shape
-    # In int64: a narrower type would wrap num_experts, and a wide id must not be cut to a valid one.
-    ids = expert_ids.reshape(-1).to(torch.int64)
-    # Dead ids on either side become num_experts, which -1 is modulo num_experts + 1.
-    ids = ids.clamp(-1, num_experts).remainder(num_experts + 1)
-    # The narrowest key, since a radix sort makes a pass for each of its bytes.
-    key_dtype = next(d for d in (torch.uint8, torch.int16, torch.int32) if num_experts <= torch.iinfo(d).max)
-    expert_of_row, row_assignment = torch.sort(ids.to(key_dtype), stable=True)
-    experts = torch.arange(num_experts, dtype=key_dtype, device=ids.device)
-    offs = torch.searchsorted(expert_of_row, experts, right=True, out_int32=True)
-    return Routing(row_assignment.to(torch.int32), offs, top_k, num_tokens)
+    row_assignment = expert_ids.new_empty(num_tokens * top_k, dtype=torch.int32)
+    offs = expert_ids.new_empty(num_experts, dtype=torch.int32)
+    ops.route(expert_ids.contiguous(), num_experts, row_assignment, offs)
+    return Routing(row_assignment, offs, top_k, num_tokens)

@@ -1,0 +1,79 @@
+"""Times moe at qwen3-up while one thing changes: the routing, the tokens, the experts.
+
+The rows are those of compare.py, with the memory of the peers beside ours and what each forward keeps for its backward.
+Every point has its dense product in the same run. On a GPU all of it takes half a minute.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import compare
+import torch
+from compare import Case
+from shapes import CPU_SHAPES, DISTRIBUTIONS, SHAPES, Inputs, Shape
+from timing import medians_ms, peak_bytes, saved_bytes
+
+BUDGET_S = 0.3  # of a point's medians
+BASE = {
+    "cuda": next(shape for shape in SHAPES if shape.name == "qwen3-up"),
+    "cpu": next(shape for shape in CPU_SHAPES if shape.name == "cpu-top2"),
+}
+TOKENS = {"cuda": [2**i for i in range(10, 19)], "cpu": [64, 128, 256]}
+EXPERTS = {"cuda": [2**i for i in range(3, 10)], "cpu": [4, 8]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there, each when it is measured")
+    args = parser.parse_args()
+    wanted = cases(args.device)
+    path = compare.automatic_path("bf16", args.device)
+    rows = [describe(case, path) for case in wanted]
+    compare.measure_all(wanted, rows, measure, args)
+    return compare.report(rows)
+
+
+def cases(device: str) -> list[Case]:
+    """Each point once, though the sweeps meet in the base."""
+    base = BASE[device]
+    scaled = [resized(base, "T", tokens) for tokens in TOKENS[device]]
+    scaled += [resized(base, "E", experts) for experts in EXPERTS[device]]
+    points = [(base, pass_, distribution) for distribution in DISTRIBUTIONS for pass_ in ("fwd", "fwd+bwd")]
+    points += [(shape, "fwd", "uniform") for shape in scaled]
+    return [Case("moe", shape, "bf16", "eager", *kind) for shape, *kind in dict.fromkeys(points)]
+
+
+def resized(base: Shape, size: str, value: int) -> Shape:
+    if getattr(base, size) == value:
+        return base
+    return replace(base, name=f"{base.name} {size}={value}", **{size: value})
+
+
+def describe(case: Case, path: str) -> dict:
+    return {**compare.describe(case, path), "bytes_saved": None, "peers_bytes_peak": {}, "peers_bytes_saved": {}}
+
+
+def measure(case: Case, inputs: Inputs, device: str) -> dict:
+    ours, others = compare.contenders(case, inputs, device)
+    others.pop("ScatterMoE", None)  # it is compiled anew for each number of experts
+    compare.check_agreement(ours(), inputs, case.op)
+    forwards = {"ours": ours, **others}
+    runs = compare.passes(case, inputs, forwards)
+    peak, saved = {}, {}
+    for name, run in runs.items():
+        peak[name] = peak_bytes(run, device)
+        inputs.clear_gradients()
+        saved[name] = saved_bytes(forwards[name], device)
+    runs["dense"] = compare.dense_product(case, device)
+    return {
+        **compare.speed(case, medians_ms(runs, device, BUDGET_S)),
+        **{"bytes_peak": peak.pop("ours"), "bytes_saved": saved.pop("ours")},
+        **{"peers_bytes_peak": peak, "peers_bytes_saved": saved},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

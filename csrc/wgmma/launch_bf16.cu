@@ -1,0 +1,13 @@
+#include "launch.cuh"
+
+namespace moe::wgmma {
+
+cudaError_t launch_bfloat16(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream) {
+  return launch<__nv_bfloat16>(config, problem, blocks, stream);
+}
+
+cudaError_t launch_bfloat16(const Config& config, const WeightGradProblem& problem, int blocks, cudaStream_t stream) {
+  return launch<__nv_bfloat16>(config, problem, blocks, stream);
+}
+
+}  // namespace moe::wgmma

@@ -1,0 +1,49 @@
+// What the Hopper kernels have in common: three warpgroups, of which the first brings operands into a ring of stages in shared
+// memory and the other two multiply 64 rows each, and how these hold their results.
+#pragma once
+
+#include "../config.h"
+#include "../epilogue.cuh"
+#include "../ptx/wgmma.cuh"
+
+namespace moe::wgmma {
+
+constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = kWarpgroup * (1 + kConsumers);
+constexpr int kRows = kTile / kConsumers;  // of a consumer
+constexpr int kTileK = 64;                 // 64 values are a row of 128 bytes, which are swizzled as one
+// A place in the ring of stages; the parity flips each time around.
+template <int kStages>
+struct Turn {
+  int slot = 0, parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++slot == kStages) slot = 0, parity ^= 1;
+  }
+};
+
+__device__ __forceinline__ float2 unpack(uint32_t pair, __nv_bfloat16) {
+  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+}
+__device__ __forceinline__ float2 unpack(uint32_t pair, __half) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
+// Of 64 x kTileN accumulators a thread holds pairs of columns of two rows (i), eight rows apart. Two neighbouring threads
+// exchange pairs for a four each: four neighbouring columns of that row, from fours_column() + 16 j on.
+__device__ __forceinline__ int fours_column(int lane) { return lane % 2 * 8 + lane % 4 / 2 * 4; }
+
+template <int kSums>
+__device__ __forceinline__ Four<float> exchange_for_four(const float (&sums)[kSums], int i, int j, int lane) {
+  const bool odd = lane % 2;
+  Four<float> four;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const float low = sums[j * 8 + i * 2 + n], high = sums[j * 8 + 4 + i * 2 + n];
+    const float given = __shfl_xor_sync(~0u, odd ? low : high, 1);
+    four.value[n] = odd ? given : low;
+    four.value[n + 2] = odd ? high : given;
+  }
+  return four;
+}
+
+}  // namespace moe::wgmma

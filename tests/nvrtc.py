@@ -12,6 +12,13 @@ HEADERS = {
     "cuda_runtime.h": """
         #pragma once
         template <typename Function> cudaError_t cudaFuncSetAttribute(Function, int, int) { return cudaSuccess; }
+        template <typename Function> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Function*) {
+          return cudaSuccess;
+        }
+        template <typename... Parameters, typename... Arguments>
+        cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t*, void (*)(Parameters...), const Arguments&...) {
+          return cudaSuccess;
+        }
         """,
     "cstdint": """
         #pragma once

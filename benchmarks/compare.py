@@ -6,7 +6,6 @@ on a CPU, small shapes run beside a loop over the experts. TFLOP/s count the pro
 compares with three dense products. Peak bytes are those of the row's own pass, beyond its inputs.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import arguments
 import package
 import peers
 import torch
@@ -52,13 +52,11 @@ def main() -> int:
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = arguments.parser(__doc__)
     parser.add_argument("--ops", type=comma_list, default=OPS, help=f"of {','.join(OPS)}")
     parser.add_argument("--shapes", type=comma_list, help=f"of {','.join(s.name for s in SHAPES + CPU_SHAPES)}")
     parser.add_argument("--dtypes", type=comma_list, default=tuple(DTYPES), help=f"of {','.join(DTYPES)}")
     parser.add_argument("--path", choices=PATHS, help="the kernels to measure; automatic if left out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there, each when it is measured")
     args = parser.parse_args()
     if args.path and args.device == "cpu":
         parser.error("--path chooses among GPU kernels; a CPU has none")

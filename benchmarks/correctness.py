@@ -5,13 +5,12 @@ error over the norm of the values. Groups are uneven and some are empty. What is
 that are multiples of a kernel's tile and at sizes that are not; the worst counts.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
+import arguments
 import package
 import peers
 import torch
@@ -45,10 +44,8 @@ RAGGED = {"cuda": Sizes(1037, 771, 517, 11), "cpu": Sizes(77, 67, 45, 11)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = arguments.parser(__doc__)
     parser.add_argument("--seed", type=int, help="of the inputs; random if left out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
     args = parser.parse_args()
     print("seed", torch.seed() if args.seed is None else torch.manual_seed(args.seed).initial_seed())
     rows = []

@@ -20,7 +20,7 @@ from matplotlib.ticker import EngFormatter  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 import record as records  # noqa: E402
-from readme_tables import BASE, DISTRIBUTIONS, PRODUCTS  # noqa: E402
+from readme_tables import BASE, DISTRIBUTIONS, PRODUCTS, fastest  # noqa: E402
 
 MISSING = float("nan")
 SIZE = 8, 3.8  # inches: 100 pixels each at README's width
@@ -80,12 +80,7 @@ def digest(record: dict, rows: list[dict]) -> str:
 
 
 def peers_rows(record: dict) -> list[dict]:
-    """One a shape: of several kernels the fastest."""
-    fastest = {}
-    for row in measured(record, "rows", "fwd", "uniform"):
-        if (row["op"], row["dtype"], row["mode"]) == ("moe", "bf16", "eager"):
-            fastest[row["shape"]] = min(row, fastest.get(row["shape"], row), key=lambda row: row["ms"])
-    return list(fastest.values())
+    return fastest(record.get("rows", []), "moe")
 
 
 def draw_peers(rows: list[dict]) -> plt.Figure:
@@ -97,7 +92,7 @@ def draw_peers(rows: list[dict]) -> plt.Figure:
 
 def scale_rows(record: dict) -> list[dict]:
     """None if the point where both sweeps meet is missing."""
-    rows = measured(record, "sweeps", "fwd", "uniform")
+    rows = swept(record, "fwd", "uniform")
     return rows if any(row["shape"] == BASE for row in rows) else []
 
 
@@ -112,7 +107,7 @@ def draw_scale(rows: list[dict]) -> plt.Figure:
 
 
 def skew_rows(record: dict) -> list[dict]:
-    rows = [row for pass_ in PRODUCTS for name in DISTRIBUTIONS for row in measured(record, "sweeps", pass_, name)]
+    rows = [row for pass_ in PRODUCTS for name in DISTRIBUTIONS for row in swept(record, pass_, name)]
     return [row for row in rows if row["shape"] == BASE]
 
 
@@ -154,12 +149,10 @@ def allocated(row: dict, which: str) -> dict[str, float]:
     return {"moe": row[f"bytes_{which}"], "unfused": row[f"peers_bytes_{which}"].get("unfused", MISSING)}
 
 
-def measured(record: dict, part: str, pass_: str, distribution: str) -> list[dict]:
-    return [
-        row
-        for row in record.get(part, [])
-        if row["ms"] is not None and (row["pass"], row["distribution"]) == (pass_, distribution)
-    ]
+def swept(record: dict, pass_: str, distribution: str) -> list[dict]:
+    """The points of the sweeps that were measured."""
+    found = [row for row in record.get("sweeps", []) if row["ms"] is not None]
+    return [row for row in found if (row["pass"], row["distribution"]) == (pass_, distribution)]
 
 
 def along(rows: list[dict], size: str) -> list[dict]:

@@ -4,13 +4,11 @@ The rows are those of compare.py, with the memory of the peers beside ours and w
 Every point has its dense product in the same run. On a GPU all of it takes half a minute.
 """
 
-import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 
+import arguments
 import compare
-import torch
 from compare import Case
 from shapes import CPU_SHAPES, DISTRIBUTIONS, SHAPES, Inputs, Shape
 from timing import medians_ms, peak_bytes, saved_bytes
@@ -25,10 +23,7 @@ EXPERTS = {"cuda": [2**i for i in range(3, 10)], "cpu": [4, 8]}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there, each when it is measured")
-    args = parser.parse_args()
+    args = arguments.parser(__doc__).parse_args()
     wanted = cases(args.device)
     path = compare.automatic_path("bf16", args.device)
     rows = [describe(case, path) for case in wanted]

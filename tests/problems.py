@@ -170,6 +170,17 @@ def misaligned(t, offset=1):
 
 
 @contextmanager
+def no_waiting():
+    """What would have the host wait for the GPU raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
 def deterministic():
     """Deterministic algorithms: torch then also fills what torch.empty returns with NaN."""
     torch.use_deterministic_algorithms(True)

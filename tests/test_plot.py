@@ -1,20 +1,13 @@
 """The plots of the records: that they show the figures, leave out what was not measured, and are not out of date."""
 
-import sys
-from pathlib import Path
-
+import compare
 import matplotlib.pyplot as plt
+import plot
 import pytest
+import record as records
+import shapes
+import sweep
 from PIL import Image
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tools")]
-
-import compare  # noqa: E402
-import plot  # noqa: E402
-import record as records  # noqa: E402
-import shapes  # noqa: E402
-import sweep  # noqa: E402
 
 STAMP = {"source_digest": "a" * 64, "date": "2026-11-30"}
 PEERS = {"torch._grouped_mm": 1.5, "unfused": 4.0}  # how many times our milliseconds

@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import readme_tables
+import record as records
+import record_gpu
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import readme_tables  # noqa: E402
-import record as records  # noqa: E402
-import record_gpu  # noqa: E402
 
 NOW, BEFORE = "a" * 64, "b" * 64
 STAMP = {"source_digest": NOW, "date": "2026-11-30"}

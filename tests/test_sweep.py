@@ -2,17 +2,12 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
+import record as records
+import shapes
+import sweep
 import torch
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tools")]
-
-import record as records  # noqa: E402
-import shapes  # noqa: E402
-import sweep  # noqa: E402
 
 QWEN = shapes.Shape("qwen3-up", 16384, 2048, 1536, 128, 8)
 

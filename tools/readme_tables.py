@@ -123,19 +123,25 @@ def speed_table(record: dict, digest: str) -> str:
 def rates(rows: list[dict], digest: str) -> list[str]:
     """A sentence an operation: how its fastest kernels compare, forward in bf16, on the sources as they are."""
     said = []
+    current = [row for row in rows if row["source_digest"] == digest]
     for op in dict.fromkeys(row["op"] for row in rows):
-        fastest = {}
-        for row in rows:
-            kind = row["op"], row["dtype"], row["pass"], row["mode"], row["source_digest"]
-            if kind == (op, "bf16", "fwd", "eager", digest) and row["ms"] is not None:
-                fastest[row["shape"]] = min(row, fastest.get(row["shape"], row), key=lambda row: row["ms"])
-        if fastest:
-            others = {"dense": [row["dense_ms"] / row["ms"] for row in fastest.values()]}
-            for name in dict.fromkeys(name for row in fastest.values() for name in row["peers"]):
-                others[name] = [row["peers"][name] / row["ms"] for row in fastest.values() if name in row["peers"]]
-            shown = [f"{min(found):.2f} to {max(found):.2f} times {name}" for name, found in others.items()]
+        if found := fastest(current, op):
+            ratios = {"dense": [row["dense_ms"] / row["ms"] for row in found]}
+            for name in dict.fromkeys(name for row in found for name in row["peers"]):
+                ratios[name] = [row["peers"][name] / row["ms"] for row in found if name in row["peers"]]
+            shown = [f"{min(values):.2f} to {max(values):.2f} times {name}" for name, values in ratios.items()]
             said.append(f"The rate of `{op}`, forward in bf16, is {', '.join(shown)}.")
     return said
+
+
+def fastest(rows: list[dict], op: str) -> list[dict]:
+    """A row a shape: of an operation's kernels, called eagerly, forward in bf16, the fastest."""
+    found = {}
+    for row in rows:
+        kind = row["op"], row["dtype"], row["mode"], row["pass"], row["distribution"]
+        if kind == (op, "bf16", "eager", "fwd", "uniform") and row["ms"] is not None:
+            found[row["shape"]] = min(row, found.get(row["shape"], row), key=lambda row: row["ms"])
+    return list(found.values())
 
 
 def speed_row(row: dict, peers: list[str], digest: str) -> list[str]:

@@ -150,12 +150,15 @@ def run_correctness(args) -> tuple[list, bool]:
 
 
 def run_rows(args) -> tuple[list, bool]:
-    rows, status = json_of("compare.py", *(["--path", args.path] if args.path else []))
-    return rows or [], status == 0
+    return rows_of("compare.py", *(["--path", args.path] if args.path else []))
 
 
 def run_sweeps(args) -> tuple[list, bool]:
-    rows, status = json_of("sweep.py")
+    return rows_of("sweep.py")
+
+
+def rows_of(script: str, *options: str) -> tuple[list, bool]:
+    rows, status = json_of(script, *options)
     return rows or [], status == 0
 
 

@@ -222,7 +222,7 @@ def automatic_path(dtype: str, device: str) -> str:
     """The path of the first configuration that serves the dtype on this GPU: the one that is picked unasked."""
     if device == "cpu":
         return "reference"
-    for config in gemm_configs():
+    for config in package.hooks().configs_here():
         if dtype in PATHS[config.path]:
             return config.path
     raise RuntimeError(f"no kernel configuration serves {dtype} on this GPU")
@@ -230,19 +230,15 @@ def automatic_path(dtype: str, device: str) -> str:
 
 @contextlib.contextmanager
 def forced_path(path: str | None):
-    """Runs the products inside on the first configuration of this path that fits the GPU."""
+    """Runs the products and their gradients inside on the configurations of this path that fit the GPU."""
     if path is None:
         yield
         return
-    names = [config.name for config in gemm_configs() if config.path == path]
+    names = [config.name for config in package.hooks().configs_here() if config.path == path]
     if not names:
         sys.exit(f"this GPU has no {path} kernels")
-    with package.hooks().forced(names[0]):
+    with package.hooks().forced(*names):
         yield
-
-
-def gemm_configs() -> list:
-    return [config for config in package.hooks().configs_here() if config.op == "gemm"]
 
 
 def write(file: Path | None, rows: list[dict]) -> None:

@@ -25,11 +25,16 @@ struct Config {
   int blocks_per_sm = 2;
   int tile_columns = kTile;
 
+  // How many blocks take neighbouring row tiles together.
+  __host__ __device__ constexpr int cluster() const { return path == Path::wgmma && op == Op::gemm ? 2 : 1; }
+
   // Tiles of up to so many rows are half the work, and taken first and in pairs, which makes the last round of tiles as short
   // as it may be. On tensor cores the weights that they read a second time would cost more.
   __host__ __device__ constexpr int short_rows() const { return path == Path::fp32 ? kTile / 2 : 0; }
 
-  __host__ __device__ constexpr int operand_bytes() const { return tile_k * (path == Path::fp32 ? kFloatPitch * 4 : kTile * 2); }
+  __host__ __device__ constexpr int operand_bytes() const {
+    return tile_k * (path == Path::fp32 ? kFloatPitch * 4 : kTile * 2);
+  }
   __host__ __device__ constexpr int stage_bytes() const { return operand_bytes() / kTile * (kTile + tile_columns); }
 
   // Shared memory: the stages, over all of which but the first (it is loaded for the next tile meanwhile) results are staged
@@ -46,21 +51,25 @@ struct Config {
   __host__ __device__ constexpr int table_bytes() const {
     // On wgmma what the producer tells of a tile, then the barriers.
     if (path == Path::wgmma) {
-      return (op == Op::gemm ? 2 * (32 + kTile * 8 + 24) : 32 + stages * tile_k * 4 + 16) + 2 * stages * 8;
+      return (op == Op::gemm ? 2 * (32 + kTile * 8 + 16) : 32 + stages * tile_k * 4 + 16) + 2 * stages * 8;
     }
     return op == Op::gemm ? 2 * 16 + kTile * 4 + 16 : 48 + (2 * stages + 1) * tile_k * 4;
   }
   __host__ __device__ constexpr int shared_bytes() const { return tables_at() + table_bytes(); }
 };
 
+// Laid out by the Hopper kernels themselves, of which there is one form each.
+constexpr Config kHopperGemm{Op::gemm, Path::wgmma, 64, 5, 0, true, 1, 192};
+constexpr Config kHopperWeightGrad{Op::weight_grad, Path::wgmma, 64, 4, 0, true, 1, 256};
+
 constexpr Config kConfigs[] = {
-    {Op::gemm, Path::wgmma, 64, 5, 0, true, 1, 192},
+    kHopperGemm,
     {Op::gemm, Path::fp32, 16, 2, 32, true},
     {Op::gemm, Path::fp32, 16, 2, 32, false},
     {Op::gemm, Path::mma, 64, 3, 128, true},
     {Op::gemm, Path::mma, 32, 3, 32, true},
     {Op::gemm, Path::mma, 32, 3, 32, false},
-    {Op::weight_grad, Path::wgmma, 64, 4, 0, true, 1, 256},
+    kHopperWeightGrad,
     {Op::weight_grad, Path::fp32, 16, 2, 32, true},
     {Op::weight_grad, Path::fp32, 16, 2, 32, false},
     {Op::weight_grad, Path::mma, 64, 3, 128, true},
@@ -93,9 +102,11 @@ constexpr bool serves(const Config& config, const Call& call) {
          (call.aligned || !config.vectorized) && (call.boxed || config.path != Path::wgmma);
 }
 
-// `forced` is an index into kConfigs, or -1; it counts only where it can serve the call.
-constexpr int pick_config(const Call& call, const Gpu& gpu, int forced) {
-  if (forced >= 0 && serves(kConfigs[forced], call)) return forced;
+// Bit i of `forced` puts kConfigs[i] before all others for the calls that it can serve.
+constexpr int pick_config(const Call& call, const Gpu& gpu, uint64_t forced) {
+  for (int i = 0; i < kConfigCount; ++i) {
+    if (forced >> i & 1 && serves(kConfigs[i], call)) return i;
+  }
   for (int i = 0; i < kConfigCount; ++i) {
     if (serves(kConfigs[i], call) && runs_on(kConfigs[i], gpu)) return i;
   }

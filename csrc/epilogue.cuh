@@ -103,7 +103,7 @@ __device__ __forceinline__ void stage_rows(Multiply& multiply, float* staged, in
 // Makes ordinary writes to shared memory, behind the barrier that follows, visible to the copy engine where there is one.
 __device__ __forceinline__ void before_bulk_add() {
 #if __CUDA_ARCH__ >= 900
-  ptx::fence_shared_for_bulk();
+  ptx::fence_shared_for_async();
 #endif
 }
 

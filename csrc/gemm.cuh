@@ -49,7 +49,7 @@ struct GemmLookUp {
         const int number = claimed - short_pairs;  // of the other tiles
         const bool is_short = number < 0, exists = number < row_tiles * column_tiles;
         const int short_tile = claimed < 0 ? ~claimed : claimed / pairs * column_tiles + claimed % pairs * 2;
-        TilePosition position = tile_position(!is_short && exists ? number : 0, max(row_tiles, 1), column_tiles);
+        TilePosition position = tile_position(!is_short && exists ? number : 0, max(row_tiles, 1), column_tiles, p.raster);
         if (is_short) position = {p.schedule.tiles_size - 1 - short_tile / column_tiles, short_tile % column_tiles};
         if (lane == 0) {
           tile.column = position.column_tile * kTile;

@@ -10,13 +10,13 @@ namespace moe {
 template <typename Multiply, bool kVector>
 cudaError_t start_gemm(const Config& config, const GemmProblem& p, int blocks, cudaStream_t stream) {
   const int64_t tiles = max_row_tiles(p.S, p.E, kTile) * pieces(p.N, kTile);
-  return start(gemm<Multiply, kVector>, Multiply::kThreads, config, tiles, blocks, stream, p);
+  return start(gemm<Multiply, kVector>, Multiply::kThreads, config, tiles, blocks, false, stream, p);
 }
 
 template <typename Multiply, bool kVector>
 cudaError_t start_weight_grad(const Config& config, const WeightGradProblem& p, int blocks, cudaStream_t stream) {
   const int64_t tiles = int64_t(p.E) * pieces(p.M, kTile) * pieces(p.N, kTile);
-  return start(weight_grad<Multiply, kVector>, Multiply::kThreads, config, tiles, blocks, stream, p);
+  return start(weight_grad<Multiply, kVector>, Multiply::kThreads, config, tiles, blocks, false, stream, p);
 }
 
 }  // namespace moe

@@ -24,7 +24,9 @@ struct Share {
   static __device__ __forceinline__ int chunk(unsigned thread = threadIdx.x) { return thread % kLanes; }
   static __device__ __forceinline__ int first(unsigned thread = threadIdx.x) { return thread / kLanes; }
   // Of this thread's values, from the start of a row in memory.
-  static __device__ __forceinline__ int bytes(unsigned thread = threadIdx.x) { return chunk(thread) * kValues * int(sizeof(T)); }
+  static __device__ __forceinline__ int bytes(unsigned thread = threadIdx.x) {
+    return chunk(thread) * kValues * int(sizeof(T));
+  }
   // How many values of a row of `width` are left from this thread's first one on.
   static __device__ __forceinline__ int left(int width) { return width - chunk() * kValues; }
 };
@@ -52,7 +54,8 @@ struct SwizzledShare : Share<T, kTileRows, kWidth, kThreads, 16 / sizeof(T), kWi
 template <Major kMajor, int kTileK, int kThreads, bool kVector>
 struct TurnedShare : Share<float, kMajor == Major::k ? kTile : kTileK, kMajor == Major::k ? kTileK : kTile, kThreads,
                            kMajor == Major::mn && kVector ? 4 : 1, kMajor == Major::k ? 8 : 32> {
-  static constexpr int kAlongRow = kMajor == Major::k ? kFloatPitch * 4 : 4, kToNextRow = kMajor == Major::k ? 4 : kFloatPitch * 4;
+  static constexpr int kAlongRow = kMajor == Major::k ? kFloatPitch * 4 : 4;
+  static constexpr int kToNextRow = kMajor == Major::k ? 4 : kFloatPitch * 4;
 
   static __device__ __forceinline__ uint32_t offset() {
     return TurnedShare::chunk() * TurnedShare::kValues * kAlongRow + TurnedShare::first() * kToNextRow;

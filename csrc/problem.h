@@ -37,7 +37,7 @@ struct Schedule {
 // The order of the tiles: column tiles are taken a strip at a time; inside a strip row tiles are, a group at a time; inside a
 // group the rows advance first. What a strip's columns and a group's rows read and add to is meant to stay in L2 meanwhile.
 struct Raster {
-  int group, strip;  // in row tiles, in column tiles
+  int group, strip;  // in row tiles, or clusters of them; in column tiles
 };
 
 // Rows of a matrix, read in expert order or, gathered, by the token of each row's assignment.
@@ -69,7 +69,7 @@ struct Epilogue {
   int64_t bias_stride;
   const void* dot_with;  // rows like those of `out` in the operand type, or null: no row dot
   int64_t dot_with_stride;
-  float* dot;  // [ceil(N / 128), S], by assignment: partial sums, and zeros where a kernel makes fewer of them
+  float* dot;  // [ceil(N / 128), S], by assignment: cleared by the caller; sums over the first dimension are the dots
   bool out_vector, dot_vector;  // 16 bytes may be moved at once
 };
 

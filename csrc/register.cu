@@ -76,10 +76,11 @@ struct Launch {
 };
 
 // Test hooks.
-std::atomic<int> forced_config{-1}, forced_blocks{INT_MAX};
+std::atomic<uint64_t> forced_configs{0};
+std::atomic<int> forced_blocks{INT_MAX};
 
 const Config& choose(const Call& call, const Launch& launch) {
-  const int index = pick_config(call, launch.gpu, forced_config.load());
+  const int index = pick_config(call, launch.gpu, forced_configs.load());
   check(index >= 0, "this GPU has too little shared memory");
   return kConfigs[index];
 }
@@ -158,9 +159,13 @@ Tiles schedule(const Tensor& offs, int S, int E, const Tiling& tiling, const Cle
   return tiles;
 }
 
+int block_count(const Config& config, const Launch& launch) {
+  return std::min(launch.sms * config.blocks_per_sm, forced_blocks.load());
+}
+
 template <typename Problem>
 void run(const Config& config, DType type, const Problem& problem, const Launch& launch) {
-  const int blocks = std::min(launch.sms * config.blocks_per_sm, forced_blocks.load());
+  const int blocks = block_count(config, launch);
   if (config.path == Path::wgmma) {
     return check(type == DType::bfloat16 ? wgmma::launch_bfloat16(config, problem, blocks, launch.stream)
                                          : wgmma::launch_float16(config, problem, blocks, launch.stream));
@@ -234,6 +239,7 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
   const Clear clear = combine ? Clear{static_cast<float*>(e.out), targets * p.N} : Clear{};
   const Tiles tiles = schedule(offs, p.S, p.E, {kTile, config.short_rows(), e.out && !combine}, clear, launch);
   p.schedule = tiles.schedule;
+  p.raster = raster_of(p, config.tile_columns, block_count(config, launch) / config.cluster());
   run(config, dtype(a), p, launch);
 }
 
@@ -306,8 +312,16 @@ IdType id_type(const Tensor& tensor) {
     case ScalarType::Short: return IdType::int16;
     case ScalarType::Int: return IdType::int32;
     case ScalarType::Long: return IdType::int64;
-    default: throw std::runtime_error("grouped-gemm-moe: ids must be int8, uint8, int16, int32 or int64");
+    default: throw std::runtime_error("grouped-gemm-moe: ids and sizes must be int8, uint8, int16, int32 or int64");
   }
+}
+
+void group_ends(const Tensor& sizes, const Tensor& offs) {
+  const int64_t E = sizes.numel();
+  check(E <= INT_MAX && sizes.is_contiguous(), "sizes must be contiguous, and fewer than 2^31");
+  check(flat(offs, ScalarType::Int, E), "offs must be contiguous int32 [E]");
+  const Launch launch(sizes);
+  check(launch_group_ends(sizes.data_ptr(), id_type(sizes), int(E), static_cast<int*>(offs.data_ptr()), launch.stream));
 }
 
 void route(const Tensor& ids, int64_t num_experts, const Tensor& row_assignment, const Tensor& offs) {
@@ -315,10 +329,8 @@ void route(const Tensor& ids, int64_t num_experts, const Tensor& row_assignment,
   check(S <= INT_MAX, "no more than 2^31 - 1 rows");
   check(1 <= num_experts && num_experts <= INT_MAX, "num_experts must be at least 1 and less than 2^31");
   check(ids.is_contiguous(), "ids must be contiguous");
-  const auto holds = [](const Tensor& tensor, int64_t numel) {
-    return tensor.numel() == numel && tensor.scalar_type() == ScalarType::Int && tensor.is_contiguous();
-  };
-  check(holds(row_assignment, S) && holds(offs, num_experts), "row_assignment must be int32 [S] and offs int32 [E]");
+  check(flat(row_assignment, ScalarType::Int, S) && flat(offs, ScalarType::Int, num_experts),
+        "row_assignment must be int32 [S] and offs int32 [E]");
   const Launch launch(ids);
   RouteProblem p{};
   p.S = int(S), p.E = int(num_experts);
@@ -347,9 +359,9 @@ bool config_runs_on(const Tensor&, int64_t index, int64_t capability, int64_t pe
   return runs_on(kConfigs[index], {int(capability), int(per_block), int(per_sm), int(reserved)});
 }
 
-void force(const Tensor&, int64_t index, int64_t blocks) {
-  check(-1 <= index && index < kConfigCount, "no such configuration");
-  forced_config.store(int(index));
+void force(const Tensor&, int64_t configs, int64_t blocks) {
+  check(configs >> kConfigCount == 0, "no such configuration");
+  forced_configs.store(uint64_t(configs));
   forced_blocks.store(blocks > 0 ? int(blocks) : INT_MAX);
 }
 
@@ -362,6 +374,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("weight_grad", TORCH_BOX(&moe::weight_grad));
   ops.impl("sum_rows", TORCH_BOX(&moe::sum_rows));
   ops.impl("route", TORCH_BOX(&moe::route));
+  ops.impl("group_ends", TORCH_BOX(&moe::group_ends));
 }
 
 // The test hooks tell of the library, not of a GPU, and answer on a machine without one.

@@ -1,7 +1,8 @@
 // Sorts assignments by expert, stably, without a word to the host: a counting sort in two launches. The second one runs
 // beside the first: each of its blocks sorts ids within shared memory and only then waits for the counts of the others. Where
 // there are more than 1023 experts it sorts by some bits of the id at a time, lowest first, in two launches each.
-#include "launch.h"
+#include "integers.cuh"
+#include "start.cuh"
 
 namespace moe {
 namespace {
@@ -62,18 +63,6 @@ __device__ __forceinline__ int key(const Id* ids, int assignment, int E) {
   return 0 <= id && id < E ? int(id) : E;
 }
 
-// Calls use with the ids as what they are.
-template <typename Use>
-__device__ __forceinline__ void typed(const RouteProblem& p, Use use) {
-  switch (p.id_type) {
-    case IdType::int8: return use(static_cast<const int8_t*>(p.ids));
-    case IdType::uint8: return use(static_cast<const uint8_t*>(p.ids));
-    case IdType::int16: return use(static_cast<const int16_t*>(p.ids));
-    case IdType::int32: return use(static_cast<const int32_t*>(p.ids));
-    case IdType::int64: return use(static_cast<const int64_t*>(p.ids));
-  }
-}
-
 // Where an item of this thread lies in its tile: in the order of warps, then items, then lanes.
 __device__ __forceinline__ int offset_of(int item) {
   return threadIdx.x / 32 * (32 * kItems) + 32 * item + threadIdx.x % 32;
@@ -92,7 +81,7 @@ __device__ __forceinline__ void load(const RouteProblem& p, const Pass& pass, in
 #pragma unroll
     for (int i = 0; i < kItems; ++i) assignment[i] = pass.order[assignment[i]];
   }
-  typed(p, [&](const auto* ids) {
+  integers(p.ids, p.id_type, [&](const auto* ids) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) digit[i] = (key(ids, assignment[i], p.E) >> pass.shift) & ((1 << pass.plan.bits) - 1);
   });
@@ -110,19 +99,6 @@ __device__ __forceinline__ void load(const RouteProblem& p, const Pass& pass, in
 
 // Whether this lane is the one that acts for its peers.
 __device__ __forceinline__ bool leads(unsigned peers) { return __ffs(peers) - 1 == int(threadIdx.x % 32); }
-
-// Until all that the launch before wrote is there. Launched in the usual way, a kernel has waited already.
-__device__ __forceinline__ void wait_for_launch_before() {
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
-}
-
-__device__ __forceinline__ void let_next_launch_begin() {
-#if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
-}
 
 __device__ __forceinline__ int ids_of_block(const RouteProblem& p, const Pass& pass) {
   return min(pass.plan.chunk, p.S - int(blockIdx.x) * pass.plan.chunk);
@@ -299,7 +275,7 @@ __global__ void __launch_bounds__(kThreads) find_ends(const __grid_constant__ Ro
   wait_for_launch_before();
   const int64_t expert = blockIdx.x * int64_t(kThreads) + threadIdx.x;
   if (expert >= p.E) return;
-  typed(p, [&](const auto* ids) {
+  integers(p.ids, p.id_type, [&](const auto* ids) {
     int low = 0, high = p.S;
     while (low < high) {
       const int middle = low + (high - low) / 2;
@@ -311,21 +287,6 @@ __global__ void __launch_bounds__(kThreads) find_ends(const __grid_constant__ Ro
     }
     p.offs[expert] = low;
   });
-}
-
-// `early`: the kernel may begin while the launch before it runs, for it waits by itself.
-template <typename... Parameters>
-cudaError_t start(void (*kernel)(Parameters...), int blocks, int shared_bytes, bool early, cudaStream_t stream,
-                  const Parameters&... arguments) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks), config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute, config.numAttrs = early;
-  return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 }  // namespace
@@ -343,7 +304,8 @@ cudaError_t launch_route(const RouteProblem& p, int* scratch, cudaStream_t strea
   cudaError_t error = cudaFuncSetAttribute(place, cudaFuncAttributeMaxDynamicSharedMemorySize, kPairBytes * kDigits / 2);
   cudaFuncAttributes compiled{};
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&compiled, place);
-  const bool waits = compiled.ptxVersion >= 90;
+  // From the fourth pass on a buffer that has been written twice is read before the wait.
+  const bool waits = compiled.ptxVersion >= 90 && plan.passes <= 3;
   const int* order = nullptr;
   for (int i = 0; i < plan.passes && error == cudaSuccess; ++i) {
     Pass pass{};
@@ -358,12 +320,16 @@ cudaError_t launch_route(const RouteProblem& p, int* scratch, cudaStream_t strea
     const int held = kThreads / pass.pairs, wanted = pieces(plan.blocks, kCountBatch);
     pass.groups = held < wanted ? held : wanted;
     // A single block counts by itself.
-    if (plan.blocks > 1) error = start(count, plan.blocks, 0, waits && i > 0, stream, p, pass);
+    if (plan.blocks > 1) error = launch_kernel(count, plan.blocks, kThreads, 0, waits && i > 0, stream, p, pass);
     const bool early = waits && plan.blocks > 1;
-    if (error == cudaSuccess) error = start(place, plan.blocks, kPairBytes * pass.pairs, early, stream, p, pass);
+    if (error == cudaSuccess) {
+      error = launch_kernel(place, plan.blocks, kThreads, kPairBytes * pass.pairs, early, stream, p, pass);
+    }
     order = pass.sorted;
   }
-  if (plan.passes > 1 && error == cudaSuccess) error = start(find_ends, pieces(p.E, kThreads), 0, waits, stream, p);
+  if (plan.passes > 1 && error == cudaSuccess) {
+    error = launch_kernel(find_ends, pieces(p.E, kThreads), kThreads, 0, waits, stream, p);
+  }
   return error;
 }
 

@@ -2,42 +2,12 @@
 // the tiles' results are added to, which a launch of its own would take longer for.
 #include <cstdint>
 
+#include "scan.cuh"
 #include "schedule.cuh"
+#include "start.cuh"
 
 namespace moe {
 namespace {
-
-constexpr int kThreads = 1024;
-
-struct Max {
-  __device__ int operator()(int a, int b) const { return max(a, b); }
-};
-struct Sum {
-  __device__ int operator()(int a, int b) const { return a + b; }
-};
-
-// Inclusive scan over the block; both operators have 0 as a neutral element here.
-template <typename Operator>
-__device__ int block_scan(int value, Operator combine, int* warp_totals) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int step = 1; step < 32; step *= 2) {
-    const int below = __shfl_up_sync(~0u, value, step);
-    if (lane >= step) value = combine(value, below);
-  }
-  __syncthreads();  // the totals of an earlier scan have been read
-  if (lane == 31) warp_totals[warp] = value;
-  __syncthreads();
-  if (warp == 0) {
-    int total = warp_totals[lane];
-    for (int step = 1; step < 32; step *= 2) {
-      const int below = __shfl_up_sync(~0u, total, step);
-      if (lane >= step) total = combine(total, below);
-    }
-    warp_totals[lane] = total;
-  }
-  __syncthreads();
-  return warp ? combine(warp_totals[warp - 1], value) : value;
-}
 
 // All blocks but the first.
 __device__ __forceinline__ void fill_with_zeros(const Clear& clear) {
@@ -53,13 +23,14 @@ __device__ __forceinline__ void fill_with_zeros(const Clear& clear) {
 __global__ void __launch_bounds__(kThreads) schedule_kernel(const int* offs, int S, int E, Tiling tiling, Clear clear,
                                                             int* bounds, RowTile* tiles, int tiles_size, int* tile_count,
                                                             int* short_count, int* claimed) {
+  let_next_launch_begin();  // which waits for the end of this one before it reads or writes anything
   if (blockIdx.x > 0) return fill_with_zeros(clear);
   __shared__ int warp_totals[32];
   __shared__ int group_end[kThreads + 1], tiles_end[kThreads + 1];
   int last_end = 0, tiles_before = 0, shorts_before = 0;
-  // Group E stands for the rows past the last group.
-  for (int first = 0; first <= E; first += kThreads) {
-    const int group = first + int(threadIdx.x);
+  // Group E stands for the rows past the last group. Unsigned, for the last step passes 2^31 where E comes near it.
+  for (unsigned first = 0; first <= unsigned(E); first += kThreads) {
+    const int group = int(first + threadIdx.x);
     const int given = group < E ? min(max(offs[group], 0), S) : group == E ? S : 0;
     const int end = max(last_end, block_scan(given, Max{}, warp_totals));
     if (threadIdx.x == 0) group_end[0] = last_end;
@@ -70,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const int* offs, int
       const bool counted = group < E || (group == E && tiling.cover_rest);
       const int rows = counted ? end - group_end[threadIdx.x] : 0, tail = rows % tiling.rows;
       const bool is_short = group < E && tail && tail <= tiling.short_rows;
-      const int shorts = block_scan(is_short, Sum{}, warp_totals);  // up to this group
+      const int shorts = block_scan(int(is_short), Sum{}, warp_totals);  // up to this group
       if (is_short) tiles[tiles_size - shorts_before - shorts] = {group, end - tail, tail, 0};
       if (threadIdx.x == 0) tiles_end[0] = 0;
       tiles_end[threadIdx.x + 1] = block_scan(pieces(rows, tiling.rows) - is_short, Sum{}, warp_totals);
@@ -83,7 +54,8 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const int* offs, int
           (tiles_end[middle] <= i ? low : high) = middle;
         }
         const int row = group_end[low] + (i - tiles_end[low]) * tiling.rows;
-        tiles[tiles_before + i] = {first + low < E ? first + low : -1, row, min(tiling.rows, group_end[low + 1] - row), 0};
+        const int of = int(first + low);
+        tiles[tiles_before + i] = {of < E ? of : -1, row, min(tiling.rows, group_end[low + 1] - row), 0};
       }
       tiles_before += total;
       if (threadIdx.x == kThreads - 1) warp_totals[0] = shorts;
@@ -112,9 +84,8 @@ cudaError_t build_schedule(const int* offs, int S, int E, const Tiling& tiling, 
   *schedule = {bounds, counters, counters + 1, tiles, tiles_size, counters + 2};
   const int64_t clearing = (clear.count + kThreads * 16 - 1) / (kThreads * 16), resident = 2 * sms;
   const unsigned blocks = 1 + unsigned(clearing < resident ? clearing : resident);
-  schedule_kernel<<<blocks, kThreads, 0, stream>>>(offs, S, E, tiling, clear, bounds, tiles, tiles_size, counters, counters + 1,
-                                                  counters + 2);
-  return cudaGetLastError();
+  return launch_kernel(schedule_kernel, blocks, kThreads, 0, false, stream, offs, S, E, tiling, clear, bounds, tiles, tiles_size,
+                       counters, counters + 1, counters + 2);
 }
 
 }  // namespace moe

@@ -9,10 +9,7 @@ struct TilePosition {
   int row_tile, column_tile;
 };
 
-// Of the kernels of every GPU; docs/design.md has the widths that were tried.
-constexpr Raster kRaster{1, 8};
-
-__device__ __forceinline__ TilePosition tile_position(int tile, int row_tiles, int column_tiles, Raster raster = kRaster) {
+__device__ __forceinline__ TilePosition tile_position(int tile, int row_tiles, int column_tiles, Raster raster) {
   const int strip_tiles = row_tiles * min(raster.strip, column_tiles);
   const int first_column = tile / strip_tiles * raster.strip, inside = tile % strip_tiles;
   const int columns = min(raster.strip, column_tiles - first_column);
@@ -20,6 +17,19 @@ __device__ __forceinline__ TilePosition tile_position(int tile, int row_tiles, i
   const int rows = min(raster.group, row_tiles - first_row);
   return {first_row + of_group % rows, first_column + of_group / rows};
 }
+
+// About `in_work` tiles are in work at a time. They are about as many rows as columns, and all columns of a group of rows come
+// before the next one, so that each operand is read from memory about once. Where little is multiplied for each sum that is
+// added, what is added to has to stay in L2 instead (docs/design.md).
+inline Raster raster_of(const GemmProblem& p, int tile_columns, int in_work) {
+  if (p.epilogue.destination == Destination::token && p.K <= 1024) return {1, 384 / tile_columns};
+  const int columns = pieces(p.N, tile_columns);
+  int side = 1;
+  while (4 * side * side <= in_work) side *= 2;
+  return {columns > 2 * side ? side : 1, columns};
+}
+
+constexpr Raster kGradRaster{1, 8};  // of a weight gradient
 
 // The next tile of this launch that no block has taken: blocks start with the tile of their index and then claim one
 // after the other, so that a block with short tiles takes more of them.

@@ -1,6 +1,6 @@
 // The deterministic combine's second half: a token's rows, already weighted, added in slot order.
 #include "epilogue.cuh"
-#include "launch.h"
+#include "start.cuh"
 
 namespace moe {
 namespace {
@@ -31,8 +31,7 @@ cudaError_t launch_sum_rows(const SumRowsProblem& problem, int sms, cudaStream_t
   const int64_t blocks = (problem.T * ((problem.N + 3) / 4) + kThreads - 1) / kThreads;
   const int64_t resident = int64_t(sms) * (2048 / kThreads);
   if (blocks == 0) return cudaSuccess;
-  sum_rows<<<unsigned(blocks < resident ? blocks : resident), kThreads, 0, stream>>>(problem);
-  return cudaGetLastError();
+  return launch_kernel(sum_rows, unsigned(blocks < resident ? blocks : resident), kThreads, 0, false, stream, problem);
 }
 
 }  // namespace moe

@@ -36,7 +36,7 @@ struct WeightGradLookUp {
       case 0: value[0] = claim_tile(p.schedule); break;
       case 1: {
         const int expert = value[0] / (m_tiles * n_tiles);
-        const TilePosition position = tile_position(value[0] % (m_tiles * n_tiles), n_tiles, m_tiles);
+        const TilePosition position = tile_position(value[0] % (m_tiles * n_tiles), n_tiles, m_tiles, kGradRaster);
         tile.expert = expert, tile.m = position.column_tile * kTile, tile.n = position.row_tile * kTile;
         value[0] = expert < p.E ? p.schedule.bounds[expert] : 0;
         value[1] = expert < p.E ? p.schedule.bounds[expert + 1] : 0;
@@ -205,8 +205,8 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) weight_grad(const __gri
             advance(next_slot, stage + s + 1);
           };
           const auto work = multiply.template work<kInside>(p.M - tables.tile[slot].m, p.N - tables.tile[slot].n);
-          multiply.stage(work, s * kStageBytes, next_slot * kStageBytes, scale, weights(stage + s), weights(stage + s + 1), refill,
-                         publish_and_advance);
+          multiply.stage(work, s * kStageBytes, next_slot * kStageBytes, scale, weights(stage + s), weights(stage + s + 1),
+                         refill, publish_and_advance);
           return kInside || stage + s + 1 < stages;
         });
         stage += kStages, ++trip, first_row += kStages * kTileK;

@@ -180,6 +180,17 @@ def no_waiting():
         torch.cuda.set_sync_debug_mode("default")
 
 
+def launches(run):
+    """The names of the kernels that a second call of run() starts on the GPU."""
+    run()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
 @contextmanager
 def deterministic():
     """Deterministic algorithms: torch then also fills what torch.empty returns with NaN."""

@@ -287,6 +287,16 @@ def test_host_never_waits(kernel, function, k):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("function, launches", [("moe", 4), ("grouped_gemm", 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_launches(kernel, dtype, function, launches):
+    """For moe the two of the routing, the schedule and the product."""
+    problem = problems.make(function, 4096, 72, 64, 8, 2, dtype, "cuda")
+    found = problems.launches(lambda: problem.call(kernel, **problem.tensors))
+    assert 0 < len(found) <= launches, found
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_graph_replays_with_other_routing(kernel, dtype):
     """Captured after one warm-up; every replay uses the ids, tokens and weights of its moment, however skewed."""

@@ -97,6 +97,16 @@ def test_forcing_ends(kernel, hooks):
     assert torch.equal(problem.call(kernel, **problem.tensors), want)
 
 
+def test_a_whole_path_is_forced(kernel, hooks):
+    """The product and both of its gradients, if a configuration of each op is named."""
+    names = [config.name for config in hooks.configs_here() if config.path == "mma"]
+    problem = problems.make("moe", 100, 264, 136, 4, 2, torch.bfloat16, "cuda")
+    with hooks.forced(*names):
+        found = problems.launches(lambda: problems.run(kernel, problem))
+    assert any("mma::" in name for name in found), found
+    assert not any("wgmma::" in name for name in found), found
+
+
 def test_shared_memory_of_this_gpu(hooks):
     """The table behind Config.selectable_on, which is otherwise what CUDA's documentation says."""
     properties = torch.cuda.get_device_properties()
@@ -106,6 +116,8 @@ def test_shared_memory_of_this_gpu(hooks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_large_shape_runs_by_default(kernel, dtype):
-    problem = problems.make("moe", 2048, 1024, 1024, 8, 2, dtype, "cuda")
+@pytest.mark.parametrize("sizes", [(2048, 1024, 1024, 8, 2), (2600, 1032, 4300, 2, 2)], ids=str)
+def test_large_shape_runs_by_default(kernel, sizes, dtype):
+    """The second one has so many columns that row tiles are taken in groups."""
+    problem = problems.make("moe", *sizes, dtype, "cuda")
     problems.check(kernel, problem)

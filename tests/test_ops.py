@@ -188,6 +188,20 @@ def test_weight_grad_of_infinities(ops, setting, where, transposed):
     assert result.isfinite().logical_or(want.isinf()).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_group_ends(ops, device, dtype):
+    """Running sums; what int32 cannot hold does not come back as something that it can."""
+    largest = min(torch.iinfo(dtype).max, 2**40)
+    for sizes in ([], [3], [0, 5, 0, 0, 2], [7, -3, -9, 4], [largest] * 3 + [1], [1] * 1024 + [0, 4], [2, 0, 1] * 1700):
+        if dtype == torch.uint8 and any(size < 0 for size in sizes):
+            continue
+        sizes = torch.tensor(sizes, dtype=dtype, device=device)
+        offs = torch.full((len(sizes) + 2,), -77, dtype=torch.int32, device=device)
+        ops.group_ends(sizes, offs[1:-1])
+        want = [max(-1, min(end, 2**31 - 1)) for end in itertools.accumulate(sizes.tolist())]
+        assert offs.tolist() == [-77, *want, -77]
+
+
 @pytest.mark.parametrize("k", [1, 2, 3, 8, 33])
 def test_sum_rows(ops, device, k):
     """In slot order, in float32, rounded once: so to the last bit."""
@@ -254,8 +268,8 @@ def test_sizes_up_to_2_31(ops, hooks, dtype):
     ones = torch.ones(1, 8, device="cuda", dtype=dtype).expand(most, 8)
     offs = torch.arange(1, E + 1, device="cuda").mul(2**21).clamp(max=most).int()
     names = [s.config for s in forced_settings() if s.dtype == dtype and s.config.startswith("weight_grad")]
-    for name in [None, *names]:
-        with hooks.forced(name), fenced(E, 8, 8, dtype=torch.float32, device="cuda") as result:
+    for name in [(), *((name,) for name in names)]:
+        with hooks.forced(*name), fenced(E, 8, 8, dtype=torch.float32, device="cuda") as result:
             ops.weight_grad(ones, ones, offs, None, 1, False, False, None, False, result)
             assert (result[:-1] == 2**21).all() and (result[-1] == 2**21 - 1).all(), name
     offs[:] = most  # all in the first group
@@ -307,12 +321,14 @@ def samples(name, device):
                 ids = oracle.make_ids(T, 3, 2, distribution, torch.Generator(device).manual_seed(0))
                 for E in (3, 2000):
                     yield ids, E, new(rows.S, dtype=torch.int32), new(E, dtype=torch.int32)
+            case "group_ends":
+                yield torch.full((T,), 2, device=device), new(T, dtype=torch.int32)
             case "sum_rows":
                 yield torch.randn(rows.S, 24, device=device).requires_grad_(), 2, new(T, 24, dtype=dtype)
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("name", ["gemm", "gemm_combine", "weight_grad", "sum_rows", "route"])
+@pytest.mark.parametrize("name", ["gemm", "gemm_combine", "weight_grad", "sum_rows", "route", "group_ends"])
 def test_opcheck(ops, device, name):
     """Schema, autograd registration, fake kernels and AOT dispatch."""
     for arguments in samples(name, device):

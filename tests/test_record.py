@@ -289,4 +289,6 @@ def test_the_sanitizer_sweep_computes_what_it_checks(monkeypatch):
     for features, outputs in sanitize_sweep.ALIGNED, sanitize_sweep.UNALIGNED:
         sanitize_sweep.sweep(torch.float32, features, outputs, transposed=True)
     sanitize_sweep.many_groups(torch.float32)
+    sanitize_sweep.long_groups(torch.float32)
+    sanitize_sweep.many_ids()
     assert not torch.are_deterministic_algorithms_enabled()

@@ -103,9 +103,71 @@ def test_wrong_calls_are_refused(kernel, device):
         ("out must have the shape", {"out": ones(3, 8, 16)}),
         ("out must be torch.float32", {"out": ones(3, 16, 8).half()}),
         ("out must be contiguous", {"out": ones(3, 32, 16)[:, ::2, ::2]}),
+        ("out must not have dimensions that overlap", {"out": ones(1, 16, 8).expand(3, 16, 8)}),
+        ("out must not have dimensions that overlap", {"out": ones(16, 8 * 3).as_strided((3, 16, 8), (8, 8, 1))}),
         ("out must be given", {"accumulate": True}),
+        ("routing.offs must have", {"routing": routing._replace(offs=routing.offs[0])}),
     ):
         with pytest.raises(ValueError, match=message):
             kernel.weight_grad(**{"x": x, "dy": dy, "routing": routing} | arguments)
-    with pytest.raises(TypeError, match="routing must be a Routing"):
-        kernel.weight_grad(x, dy, tuple(routing))
+    for wrong in (tuple(routing), routing._replace(offs=None), routing._replace(offs=[1, 2, 3])):
+        with pytest.raises(TypeError, match="routing"):
+            kernel.weight_grad(x, dy, wrong)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_out_between_other_data(kernel, setting, accumulate):
+    """Experts apart from each other, rows apart, and columns first: each element has its own place, and no other is
+    written."""
+    device, dtype = setting.device, setting.dtype
+    x, dy = torch.randn(5, 8, device=device).to(dtype), torch.randn(5, 16, device=device).to(dtype)
+    routing = kernel.route(torch.tensor([[0], [2], [0], [1], [2]], device=device), 3)
+    wide = torch.empty(3, 16, 8, device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    want = kernel.weight_grad(x, dy, routing, out=wide) + 7 * accumulate
+    for shape, view in (
+        ((3, 20, 24), lambda t: t[:, 2:18, 8:16]),
+        ((3, 16, 24), lambda t: t[:, 8:, 8:].transpose(1, 2)[:, :16]),
+        ((3, 8, 16), lambda t: t.transpose(1, 2)),
+        ((16, 3, 8), lambda t: t.transpose(0, 1)),
+    ):
+        base = torch.full(shape, 7.0, device=device, dtype=dtype)
+        out = view(base)
+        kernel.weight_grad(x, dy, routing, out=out, accumulate=accumulate)
+        oracle.assert_close(out, want, oracle.tolerance(dtype, dtype))
+        out.fill_(7)
+        assert (base == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_of_one_change_no_bit(kernel, device, dtype):
+    """Over many stages, again and again: no operand is overwritten while it is multiplied."""
+    x, dy = torch.randn(1500, 136, device=device).to(dtype), torch.randn(1500, 264, device=device).to(dtype)
+    ids = torch.arange(1500, device=device)[:, None] % 7 % 3
+    routing, ones = kernel.route(ids, 3), torch.ones(1500, 1, device=device)
+    want = kernel.weight_grad(x, dy, routing, ones)
+    for _ in range(20 if device == "cuda" else 1):
+        assert torch.equal(kernel.weight_grad(x, dy, routing), want)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(kernel, device, dynamic):
+    def both(x, dy, ids, out):
+        routing = kernel.route(ids, 3)
+        return kernel.weight_grad(x, dy, routing), kernel.weight_grad(x, dy, routing, out=out, accumulate=True)
+
+    compiled = torch.compile(both, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for T in (5, 9):
+        x, dy = torch.randn(T, 8, device=device), torch.randn(T, 16, device=device)
+        ids = torch.arange(T, device=device)[:, None] % 3
+        out = torch.zeros(3, 16, 8, device=device)
+        got, added = compiled(x, dy, ids, out)
+        want = kernel.weight_grad(x, dy, kernel.route(ids, 3))
+        assert torch.equal(got, want) and torch.equal(added, want) and torch.equal(out, want)
+
+
+def test_under_autocast(kernel, device):
+    x, dy = torch.randn(5, 8, device=device), torch.randn(5, 16, device=device)
+    routing = kernel.route(torch.tensor([[0], [2], [0], [1], [2]], device=device), 3)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        got = kernel.weight_grad(x, dy.bfloat16(), routing)
+    assert torch.equal(got, kernel.weight_grad(x.bfloat16(), dy.bfloat16(), routing))

@@ -125,9 +125,10 @@ def run_sanitizer(args) -> tuple[dict, bool]:
             for share in range(SHARES)
         ]
         outputs = [run.communicate()[0] for run in runs]
-        for output in outputs:
-            print("\n".join(output.splitlines()[-4:]), flush=True)
         counts = [count_errors(tool, output, run.returncode) for output, run in zip(outputs, runs, strict=True)]
+        for output, count in zip(outputs, counts, strict=True):
+            lines = output.splitlines()
+            print("\n".join(lines[-4:] if count == 0 else lines[:60] + ["..."] + lines[-4:]), flush=True)
         found[tool] = None if None in counts else sum(counts)
     return found, all(count == 0 for count in found.values())
 

@@ -39,8 +39,11 @@ def main() -> None:
                 sweep(dtype, *ALIGNED, transposed=True)
                 sweep(dtype, *UNALIGNED)
                 many_groups(dtype)
+                long_groups(dtype)
             torch.cuda.synchronize()
             print(config.name, dtype, flush=True)
+    if share == 0:
+        many_ids()
 
 
 def sweep(dtype: torch.dtype, features: int, outputs: int, transposed: bool = False) -> None:
@@ -83,6 +86,34 @@ def many_groups(dtype: torch.dtype) -> None:
     differentiate(kernel.grouped_gemm(x, weight, sizes), x, weight)
 
 
+def long_groups(dtype: torch.dtype) -> None:
+    """Experts of several row tiles and, for their gradients, of many stages, added to what is there too."""
+    tokens, experts, features, outputs = 330, 3, 136, 200
+    x, weight = random(tokens, features, dtype=dtype), random(experts, outputs, features, dtype=dtype)
+    ids = torch.tensor([1, 0], device=DEVICE).expand(tokens, 2).clone()
+    ids[300:, 0] = 2
+    topk_weights = torch.rand(tokens, 2, device=DEVICE, requires_grad=True)
+    y = kernel.moe(x, weight, ids, topk_weights)
+    check(y, expected(x, weight, ids, topk_weights))
+    differentiate(y, x, weight, topk_weights)
+    dy, routing = torch.randn(tokens, outputs, device=DEVICE).to(dtype), kernel.route(ids, experts)
+    for out_dtype in {torch.float32, dtype}:
+        out = torch.zeros_like(weight, dtype=out_dtype)
+        for _ in range(2):
+            kernel.weight_grad(x, dy, routing, topk_weights, out=out, accumulate=True)
+        check(out, 2 * kernel.weight_grad(x, dy, routing, topk_weights).float())
+    ones = torch.ones_like(topk_weights)
+    check(kernel.weight_grad(x, dy, routing).float(), kernel.weight_grad(x, dy, routing, ones).float())
+
+
+def many_ids() -> None:
+    """What several blocks sort, in one pass and in two; and what takes a block several tiles."""
+    for count, experts in ((5000, 128), (70_000, 1100), (700_000, 40)):
+        ids = torch.randint(-1, experts + 1, (count, 1), device=DEVICE)
+        wanted = ids.flatten().where((ids.flatten() >= 0) & (ids.flatten() < experts), experts).sort(stable=True)
+        assert torch.equal(kernel.route(ids, experts).row_assignment.long(), wanted.indices)
+
+
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).mul(shape[-1] ** -0.5).to(dtype).requires_grad_()
 
@@ -97,7 +128,7 @@ def skewed_ids(top_k: int) -> torch.Tensor:
 
 def expected(x, weight, ids, topk_weights) -> torch.Tensor:
     products = torch.einsum("tk,enk->ten", x.float(), weight.float())
-    chosen = (ids[..., None] == torch.arange(EXPERTS, device=DEVICE)) * topk_weights[..., None]
+    chosen = (ids[..., None] == torch.arange(len(weight), device=DEVICE)) * topk_weights[..., None]
     return torch.einsum("tje,ten->tn", chosen, products).detach()
 
 

@@ -28,11 +28,14 @@ inline constexpr const char* kSchemas[] = {
     // serves all numbers of experts.
     "route(Tensor ids, SymInt num_experts, Tensor(a!) row_assignment, Tensor(b!) offs) -> ()",
 
-    // Test hooks of a library with kernels, answered on the CPU: its configurations, whether one fits a GPU's shared
-    // memory, and the choice of one (-1: automatic) and of the most blocks that run at once (0: as many as fit).
+    // The running sum of group sizes.
+    "group_ends(Tensor sizes, Tensor(a!) offs) -> ()",
+
+    // Test hooks of a library with kernels, answered on the CPU: its configurations, whether one runs on a
+    // GPU, and the choice of some by their bits and of the most blocks that run at once (0: as many as fit).
     "config_table(Tensor like) -> Tensor",
     "config_runs_on(Tensor like, int index, int capability, int per_block, int per_sm, int reserved) -> bool",
-    "force(Tensor like, int index, int blocks) -> ()",
+    "force(Tensor like, int configs, int blocks) -> ()",
 };
 
 }  // namespace grouped_gemm_moe

@@ -44,8 +44,8 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
       ".reg .pred done;\n"
       "wait:\n"
       "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@done bra.uni over;\n"
-      "bra.uni wait;\n"
+      "@done bra over;\n"
+      "bra wait;\n"
       "over:\n"
       "}" ::"r"(barrier),
       "r"(parity)
@@ -66,6 +66,11 @@ __device__ __forceinline__ void cluster_barrier() {
 // Waits for `threads` threads, the same number of them for each use of `name` (1 to 15).
 __device__ __forceinline__ void named_barrier(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+// Counts as one who has come there, and goes on.
+__device__ __forceinline__ void named_barrier_arrive(int name, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
 }  // namespace ptx

@@ -105,8 +105,8 @@ __device__ __forceinline__ void store_shared_4(uint32_t shared, float value) {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// Makes this thread's ordinary shared-memory writes visible to the copy engine.
-__device__ __forceinline__ void fence_shared_for_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What threads have written to shared memory, by cp.async too, and this one knows of, is seen by the copy engine and wgmma.
+__device__ __forceinline__ void fence_shared_for_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Adds `bytes` (a multiple of 16) of float32 in shared memory to global memory; both 16-byte aligned.
 __device__ __forceinline__ void bulk_add(float* global, uint32_t shared, int bytes) {

@@ -11,8 +11,9 @@ namespace ptx {
 // An address in shared memory without the bits that tell the CTAs of a cluster apart, which descriptors have no room for.
 __device__ __forceinline__ uint32_t within_cta(uint32_t shared) { return shared & 0x3ffff; }
 
-// Shared memory as wgmma reads it, with the 128-byte swizzle, from an address within_cta(). `leading` and `stride` are distances
-// in bytes between the 8 x 64 cores of an operand: along its contiguous dimension (of no meaning where that is k) and across.
+// Shared memory as wgmma reads it, with the 128-byte swizzle, from an address within_cta(). `leading` and `stride` are
+// distances in bytes between the 8 x 64 cores of an operand: along its contiguous dimension (of no meaning where that is k)
+// and across.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t shared, int leading, int stride) {
   return uint64_t(shared >> 4) | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32 | uint64_t(1) << 62;
 }
@@ -50,9 +51,6 @@ template <int kCount>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
-
-// Memory that asynchronous copies of this thread's view wrote (cp.async), for wgmma to read.
-__device__ __forceinline__ void fence_shared_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // c += a[64 x 16] * b[16 x kN]; kBAcross: b is contiguous along n and not along k.
 template <typename T, int kN, bool kBAcross>

@@ -1,8 +1,8 @@
 // The grouped GEMM on Hopper: out = A * W[expert]^T over tiles of 128 rows of one expert by kTileN columns.
 //
 // Three warpgroups. The first brings operands into a ring of stages in shared memory and runs ahead over the tiles; the other
-// two multiply 64 rows each and write their results straight from registers, each in its own time, so that one multiplies
-// while the other writes. Gathered rows come by cp.async, for the copy engine knows no index; whatever else is read comes by
+// two take whole tiles in turn and write their results straight from registers, so that one multiplies while the other
+// writes. Gathered rows come by cp.async, for the copy engine knows no index; whatever else is read comes by
 // the copy engine. The two CTAs of a cluster take neighbouring row tiles, and where these have one expert each brings half
 // of its weights for both: an SM's share of L2 reads is what else would set the pace.
 #pragma once
@@ -16,17 +16,19 @@
 #include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include "../schedule.cuh"
+#include "../start.cuh"
 #include "warpgroups.cuh"
 
 namespace moe::wgmma {
 
-constexpr int kCluster = 2, kTileN = 192, kStages = 5;
+constexpr int kCluster = kHopperGemm.cluster(), kTileN = kHopperGemm.tile_columns, kStages = kHopperGemm.stages;
 constexpr int kFours = kTileN / 16;         // of each of a thread's rows
 constexpr int kWithBytes = 8 * kTileN * 2;  // of what eight rows of a warp have their dots taken with
 // Of an SM's 64 K registers a thread of 384 gets 168 at first; bringing takes few of them, multiplying many.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 constexpr int kNone = -1, kNoMore = -2;  // instead of an expert
+constexpr int kGathering = 1, kTurn = 2;  // named barriers: of the producer; of each consumer
 
 // What the producer tells the consumers of a tile.
 struct Tile {
@@ -53,10 +55,10 @@ template <typename T, Major kMajorW, Term kTerm>
 __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     gemm(const __grid_constant__ GemmProblem p, const __grid_constant__ CUtensorMap a_map,
          const __grid_constant__ CUtensorMap w_map) {
-  constexpr Config kConfig{Op::gemm, Path::wgmma, kTileK, kStages, 0, true, 1, kTileN};
+  constexpr Config kConfig = kHopperGemm;
   constexpr int kBytesA = kTile * kTileK * 2, kBytesW = kTileN * kTileK * 2, kStageBytes = kConfig.stage_bytes();
-  static_assert(sizeof(T) == 2 && kStageBytes == kBytesA + kBytesW);
-  static_assert(kConfig.table_bytes() == kConsumers * sizeof(Tile) + (2 * kStages + 3 * kConsumers) * 8);
+  static_assert(sizeof(T) == 2 && kStageBytes == kBytesA + kBytesW && kConfig.tile_k == kTileK);
+  static_assert(kConfig.table_bytes() == kConsumers * sizeof(Tile) + (2 * kStages + 2 * kConsumers) * 8);
 
   extern __shared__ __align__(1024) unsigned char shared[];
   Tile* const tiles = reinterpret_cast<Tile*>(shared + kConfig.tables_at());
@@ -65,7 +67,6 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
   const auto empty = [&](int slot) { return barriers + (kStages + slot) * 8; };
   const auto tile_full = [&](int table) { return barriers + (2 * kStages + table) * 8; };
   const auto tile_empty = [&](int table) { return barriers + (2 * kStages + kConsumers + table) * 8; };
-  const auto turn_to = [&](int consumer) { return barriers + (2 * kStages + 2 * kConsumers + consumer) * 8; };
   const int rank = ptx::cluster_rank();
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kStages; ++slot) {
@@ -76,11 +77,11 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     for (int table = 0; table < kConsumers; ++table) {
       ptx::barrier_init(tile_full(table), kWarpgroup);
       ptx::barrier_init(tile_empty(table), kWarpgroup);
-      ptx::barrier_init(turn_to(table), kWarpgroup);
     }
     ptx::barrier_init_fence();
   }
   ptx::cluster_barrier();
+  wait_for_launch_before();
 
   const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
   const int warp = thread / 32, lane = thread % 32;
@@ -126,7 +127,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     const auto tell = [&] {
       ptx::barrier_wait(tile_empty(table.slot), table.parity ^ 1);
       Tile& tile = tiles[table.slot];
-      ptx::named_barrier(1, kWarpgroup);  // every producing thread has read the sources of the tile before
+      ptx::named_barrier(kGathering, kWarpgroup);  // every producing thread has read the sources of the tile before
       if (thread == 0) {
         tile.expert = rows.expert, tile.row = rows.row, tile.rows = rows.rows, tile.column = column;
         // The cluster's two CTAs go through the ring together.
@@ -143,7 +144,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
       if (rows.expert == kNoMore) break;
       const bool live = rows.expert >= 0;
       const Tile& tile = tiles[table.slot];
-      ptx::named_barrier(1, kWarpgroup);  // they read the tile too
+      ptx::named_barrier(kGathering, kWarpgroup);  // they read the tile too
       const int stages = tile.stages;
       const char* from[kCopied];
       if (p.a.gather) {
@@ -161,6 +162,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
           const int k = (begin + s) * kTileK;
           const uint32_t a = stages_at + turn.slot * kStageBytes, w = a + kBytesA, landed = full(turn.slot);
           ptx::barrier_wait(empty(turn.slot), turn.parity ^ 1);
+          __syncwarp();  // where lane 0 speaks for all
           if (lane == 0 && warp == s) {
             if (live) {
               ptx::barrier_arrive_expecting(landed, kBytesW + (p.a.gather ? 0 : kBytesA));
@@ -206,6 +208,9 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     const auto release = [&](int slot) {
       if (lane < kCluster) ptx::barrier_arrive_cluster(ptx::barrier_of(empty(slot), lane));
     };
+    // The last turn is taken by no one.
+    const auto pass_on = [&] { ptx::named_barrier_arrive(kTurn + (consumer ^ 1), kConsumers * kWarpgroup); };
+    if (consumer == 1) pass_on();  // the other one is the first
     const Tile& tile = tiles[consumer];
     const uint32_t operands_at = ptx::within_cta(stages_at);
     const uint32_t with_at = stages_at + kStages * kStageBytes + (consumer * 4 + warp) * kWithBytes + lane / 4 * kTileN * 2;
@@ -233,16 +238,16 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
       };
       if (kTerm == Term::dot && works) bring(0);
       float sums[2][kTileN / 2] = {};
-      // A consumer begins when all stages of the tile before have landed: a barrier tells the phase it is in from the one before
-      // and from no other. The first of them begins at once.
-      ptx::barrier_wait(turn_to(consumer), consumer == 0 ? parity ^ 1 : parity);
+      // A consumer begins when all stages of the tile before have landed: a stage's mbarrier tells the phase it is in from the one
+      // before and from no other.
+      ptx::named_barrier(kTurn + consumer, kConsumers * kWarpgroup);
       const auto multiply = [&](auto halves, auto columns) {
         constexpr int kColumns = decltype(columns)::value;
         int running = -1;  // the slot whose products may not have ended
 #pragma unroll 1
         for (int s = 0; s < stages; ++s, turn.advance()) {
           ptx::barrier_wait(full(turn.slot), turn.parity);
-          if (p.a.gather) ptx::fence_shared_for_wgmma();  // cp.async writes as threads do
+          if (p.a.gather) ptx::fence_shared_for_async();  // cp.async writes as threads do
           // The same in all lanes, and known to be, so that descriptors are made once a warp.
           const uint32_t a = operands_at + __shfl_sync(~0u, turn.slot, 0) * kStageBytes, w = a + kBytesA;
           ptx::wgmma_fence();
@@ -263,7 +268,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
           if (running >= 0) release(running);
           running = turn.slot;
         }
-        ptx::barrier_arrive(turn_to(consumer ^ 1));
+        pass_on();
         ptx::wgmma_wait<0>();
 #pragma unroll
         for (int half = 0; half < halves; ++half) ptx::wgmma_done(sums[half]);
@@ -279,9 +284,10 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
 #pragma unroll 1
         for (int s = 0; s < stages; ++s, turn.advance()) {
           ptx::barrier_wait(full(turn.slot), turn.parity);
+          __syncwarp();  // the lanes that release speak for all
           release(turn.slot);
         }
-        ptx::barrier_arrive(turn_to(consumer ^ 1));
+        pass_on();
       }
 
 #pragma unroll

@@ -59,18 +59,8 @@ cudaError_t make_map(CUtensorMap* map, DType type, const void* data, const Dimen
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// In pairs of row tiles. Every eight to eleven columns the rows advance, so that the tiles in work at a time are about as many
-// rows as columns and each operand is read from memory once. Where little is multiplied for each sum that is added, what is
-// added to has to stay in L2 instead (docs/design.md).
-inline Raster raster_of(const GemmProblem& p) {
-  const int columns = pieces(p.N, kTileN);
-  if (p.epilogue.destination == Destination::token && p.K <= 1024) return {1, 2};
-  return {columns > 16 ? 8 : 1, columns};
-}
-
 template <typename T, Major kMajorW, Term kTerm>
-cudaError_t start_gemm(const Config& config, GemmProblem p, int blocks, cudaStream_t stream) {
-  p.raster = raster_of(p);
+cudaError_t start_gemm(const Config& config, const GemmProblem& p, int blocks, cudaStream_t stream) {
   CUtensorMap a_map{}, w_map;
   if (!p.a.gather) {
     const Dimension dimensions[] = {{uint64_t(p.K), 0}, {uint64_t(p.S), p.a.row_bytes}};
@@ -83,7 +73,7 @@ cudaError_t start_gemm(const Config& config, GemmProblem p, int blocks, cudaStre
   if (const cudaError_t error = make_map(&w_map, kType<T>, p.w, dimensions, Piece::kColumns, Piece::kRows)) return error;
 
   const int64_t pairs = (max_row_tiles(p.S, p.E, kTile) + kCluster - 1) / kCluster * pieces(p.N, kTileN);
-  return start<kCluster>(gemm<T, kMajorW, kTerm>, kThreads, config, pairs, blocks, stream, p, a_map, w_map);
+  return start<kCluster>(gemm<T, kMajorW, kTerm>, kThreads, config, pairs, blocks, true, stream, p, a_map, w_map);
 }
 
 template <typename T, Major kMajorW>
@@ -108,7 +98,7 @@ cudaError_t launch(const Config& config, const WeightGradProblem& p, int blocks,
   const int columns = int(128 / bytes);
   if (const cudaError_t error = make_map(&out_map, p.out_type, p.out, dimensions, columns, kRows)) return error;
   const int64_t tiles = int64_t(p.E) * pieces(p.M, kTile) * pieces(p.N, kGradColumns);
-  return start(weight_grad<T>, kThreads, config, tiles, blocks, stream, p, out_map);
+  return start(weight_grad<T>, kThreads, config, tiles, blocks, true, stream, p, out_map);
 }
 
 }  // namespace moe::wgmma

@@ -1,5 +1,5 @@
 // What the Hopper kernels have in common: three warpgroups, of which the first brings operands into a ring of stages in shared
-// memory and the other two multiply 64 rows each, and how these hold their results.
+// memory and the other two multiply, 64 rows at a time, and how these hold their results.
 #pragma once
 
 #include "../config.h"
@@ -9,8 +9,9 @@
 namespace moe::wgmma {
 
 constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = kWarpgroup * (1 + kConsumers);
-constexpr int kRows = kTile / kConsumers;  // of a consumer
-constexpr int kTileK = 64;                 // 64 values are a row of 128 bytes, which are swizzled as one
+constexpr int kRows = 64;   // of one multiplication, half of a tile
+constexpr int kTileK = 64;  // 64 values are a row of 128 bytes, which are swizzled as one
+
 // A place in the ring of stages; the parity flips each time around.
 template <int kStages>
 struct Turn {
@@ -22,7 +23,7 @@ struct Turn {
 };
 
 __device__ __forceinline__ float2 unpack(uint32_t pair, __nv_bfloat16) {
-  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
 }
 __device__ __forceinline__ float2 unpack(uint32_t pair, __half) {
   return __half22float2(reinterpret_cast<const __half2&>(pair));

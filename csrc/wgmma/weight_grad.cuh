@@ -16,14 +16,16 @@
 #include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include "../schedule.cuh"
+#include "../start.cuh"
 #include "warpgroups.cuh"
 
 namespace moe::wgmma {
 
-constexpr int kGradColumns = 256, kGradStages = 4;
+constexpr int kGradColumns = kHopperWeightGrad.tile_columns, kGradStages = kHopperWeightGrad.stages;
 constexpr int kGradProducerRegisters = 56, kGradConsumerRegisters = 224;
 constexpr int kBoxBytes = kTileK * 128;  // 64 columns of a stage; 64 rows of results, 128 bytes of each
 constexpr int kStagedBoxes = 2;          // of a consumer's results
+constexpr int kClaiming = 1, kStaging = 2;  // named barriers: of the producer; of each consumer
 
 // What the producer tells the consumers.
 struct alignas(16) GradTile {
@@ -46,9 +48,9 @@ __device__ __forceinline__ uint32_t pack(float first, float second, __half) {
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant__ WeightGradProblem p,
                                                                 const __grid_constant__ CUtensorMap out_map) {
-  constexpr Config kConfig{Op::weight_grad, Path::wgmma, kTileK, kGradStages, 0, true, 1, kGradColumns};
+  constexpr Config kConfig = kHopperWeightGrad;
   constexpr int kStageBytes = kConfig.stage_bytes(), kBoxesA = kTile / 64, kBoxesB = kGradColumns / 64;
-  static_assert(kStageBytes == (kBoxesA + kBoxesB) * kBoxBytes);
+  static_assert(kStageBytes == (kBoxesA + kBoxesB) * kBoxBytes && kConfig.tile_k == kTileK);
   static_assert(kConfig.table_bytes() == sizeof(GradTile) + 2 * (kGradStages + 1) * 8);
 
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -66,6 +68,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
     ptx::barrier_init(tile_empty, kConsumers * kWarpgroup);
   }
   __syncthreads();
+  wait_for_launch_before();
 
   const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
   const int warp = thread / 32, lane = thread % 32;
@@ -83,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
     for (int number = blockIdx.x;; tile_parity ^= 1) {
       const int expert = number / (m_tiles * n_tiles);
       const bool done = expert >= p.E;
-      const TilePosition position = tile_position(number % (m_tiles * n_tiles), n_tiles, m_tiles);
+      const TilePosition position = tile_position(number % (m_tiles * n_tiles), n_tiles, m_tiles, kGradRaster);
       const int m = position.column_tile * kTile, n = position.row_tile * kGradColumns;
       const unsigned begin = done ? 0 : p.schedule.bounds[expert], end = done ? 0 : p.schedule.bounds[expert + 1];
       const int stages = pieces(end - begin, kTileK);
@@ -141,9 +144,9 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
         assignment[0] = assignment[1], assignment[1] = assignment[2], weight[0] = weight[1];
       }
       if (thread == 0) tile.next = claimed;
-      ptx::named_barrier(1, kWarpgroup);
+      ptx::named_barrier(kClaiming, kWarpgroup);
       number = tile.next;
-      ptx::named_barrier(1, kWarpgroup);  // before it is overwritten
+      ptx::named_barrier(kClaiming, kWarpgroup);  // before it is overwritten
     }
   } else {
     ptx::take_registers<kGradConsumerRegisters>();
@@ -163,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
       int running = -1;               // the slot whose products may not have ended
       const auto add_stage = [&](uint32_t (&fragments)[kTileK / 16][4]) {
         ptx::barrier_wait(full(turn.slot), turn.parity);
-        ptx::fence_shared_for_wgmma();  // cp.async writes as threads do
+        ptx::fence_shared_for_async();  // cp.async writes as threads do
 #pragma unroll
         for (int k = 0; k < kTileK / 16; ++k) {
           ptx::load_matrix_transposed(fragments[k], a_at + turn.slot * kStageBytes + k * 16 * 128);
@@ -189,6 +192,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
         }
         ptx::wgmma_commit();
         ptx::wgmma_wait<1>();
+        __syncwarp();  // all lanes have read what lane 0 gives back
         if (running >= 0 && lane == 0) ptx::barrier_arrive(empty(running));
         running = turn.slot;
         turn.advance();
@@ -200,23 +204,28 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
       }
       ptx::wgmma_wait<0>();
       ptx::wgmma_done(sums);
+      __syncwarp();
       if (running >= 0 && lane == 0) ptx::barrier_arrive(empty(running));
       if (stages == 0 && p.accumulate) continue;
 
-      // Results leave by the copy engine, a box being written while the one before is under way; it leaves out what lies outside
-      // of the matrix. What is narrow is rounded once, so it is not what the engine adds to.
+      // Results leave by the copy engine, a box being written while the one before is under way; it leaves out what lies
+      // outside of the matrix. What is narrow is rounded once, so it is not what the engine adds to.
       if (p.out_type == DType::float32 || !p.accumulate) {
         const auto staged = [&](int box) { return results_at + box % kStagedBoxes * kBoxBytes; };
         const auto begin_box = [&] {
           if (thread == 0) ptx::wait_bulk_read<kStagedBoxes - 1>();
-          ptx::named_barrier(2 + consumer, kWarpgroup);
+          ptx::named_barrier(kStaging + consumer, kWarpgroup);
         };
         const auto send_box = [&](int box, int columns) {
-          ptx::fence_shared_for_bulk();
-          ptx::named_barrier(2 + consumer, kWarpgroup);
+          ptx::fence_shared_for_async();
+          ptx::named_barrier(kStaging + consumer, kWarpgroup);
           if (thread != 0) return;
           const int x = n + box * columns, y = m + consumer * kRows;
-          p.accumulate ? ptx::add_box(&out_map, x, y, expert, staged(box)) : ptx::store_box(&out_map, x, y, expert, staged(box));
+          if (p.accumulate) {
+            ptx::add_box(&out_map, x, y, expert, staged(box));
+          } else {
+            ptx::store_box(&out_map, x, y, expert, staged(box));
+          }
           ptx::commit_bulk();
         };
         if (p.out_type == DType::float32) {

@@ -74,17 +74,17 @@ def configs_here() -> list[Config]:
 
 
 @contextlib.contextmanager
-def forced(name: str | None = None, blocks: int = 0):
-    """Runs the calls inside with the configuration of this name where it fits their op and dtype (None: as always).
+def forced(*names: str, blocks: int = 0):
+    """Runs the calls inside with the first configuration of these names that fits their op and dtype (none: as always).
 
     No more than `blocks` blocks run at once, so that a small problem too has blocks which take several tiles
     (0: as always).
     """
-    names = [config.name for config in configs()]
-    if name is not None and name not in names:
-        raise ValueError(f"no configuration is called {name!r}; there are {names}")
-    ops.force(_like(), -1 if name is None else names.index(name), blocks)
+    existing = [config.name for config in configs()]
+    if unknown := set(names) - set(existing):
+        raise ValueError(f"no configuration is called {', '.join(sorted(unknown))}; there are {existing}")
+    ops.force(_like(), sum(1 << existing.index(name) for name in set(names)), blocks)
     try:
         yield
     finally:
-        ops.force(_like(), -1, 0)
+        ops.force(_like(), 0, 0)

@@ -9,5 +9,5 @@ def _writes_arguments(*args):
     return None
 
 
-for _op in ("gemm", "gemm_combine", "weight_grad", "sum_rows", "route"):
+for _op in ("gemm", "gemm_combine", "weight_grad", "sum_rows", "route", "group_ends"):
     torch.library.register_fake(add_op_namespace_prefix(_op))(_writes_arguments)

@@ -98,8 +98,8 @@ def grouped_gemm(a: torch.Tensor, W: torch.Tensor, group_sizes: torch.Tensor) ->
     sizes = _check(a=(a, "S K"), W=(W, "E N K"), group_sizes=(group_sizes, "E", _INTEGERS))
     _check_num_rows("a", a, sizes["S"])
     a, W = _operands(a=a, W=W)
-    # Saturated to int32 on the way down, so that a wrong sum cannot wrap to a plausible one.
-    ends = group_sizes.cumsum(0, dtype=torch.int64).clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
+    ends = group_sizes.new_empty(sizes["E"], dtype=torch.int32)
+    ops.group_ends(group_sizes.contiguous(), ends)
     return _product(a, W, Routing(None, ends, 1, sizes["S"]), None, None, False, False, a.dtype)
 
 
@@ -249,14 +249,16 @@ def weight_grad(
         routing: what `route` returned for these tokens and E experts. Rows of skipped ids are not read.
         topk_weights: [T, k] of float32, bfloat16, float16 or float64, or None for weights of 1.
         gather_x, gather_dy: whether x and dy are read by token.
-        out: where the result goes, [E, N, K] in x's dtype or float32, contiguous in K or in N; a new tensor in x's
-            dtype unless given.
-        accumulate: add to what is in out, each value once, and round the sum once.
+        out: where the result goes, [E, N, K] in x's dtype or float32, contiguous in K or in N, without elements that
+            share a place; a new tensor in x's dtype (autocast's under autocast) unless given.
+        accumulate: add to what is in out, each value once, and round the sum once; in float32 a GPU may take subnormal
+            numbers for 0 there.
 
     Returns:
         out. Not differentiable. An expert without rows has exactly 0, or keeps what was there. The same bits in each
-        run. ``topk_weights * dy`` is rounded to x's dtype before the products, which are summed in float32; where out
-        is contiguous in N it is ``topk_weights * x`` instead.
+        run. Under autocast x and dy are cast to its dtype, unless they are float64. ``topk_weights * dy`` is rounded to
+        x's dtype before the products, which are summed in float32; where out is contiguous in N it is
+        ``topk_weights * x`` instead.
 
     Raises:
         ValueError: for shapes, dtypes, devices or strides that do not agree or are not supported, naming the argument.
@@ -267,26 +269,25 @@ def weight_grad(
         >>> weight_grad(torch.randn(2, 16), torch.randn(2, 8), routing).shape
         torch.Size([3, 8, 16])
     """
-    sizes = _check_routing(routing)
-    sizes["E"] = routing.offs.shape[0]
     operands = {"x": (x, "T K" if gather_x else "S K"), "dy": (dy, "T N" if gather_dy else "S N")}
     weights = {} if topk_weights is None else {"topk_weights": (topk_weights, "T k", _WEIGHTS)}
     results = {} if out is None else {"out": (out, "E N K")}
-    sizes = _check(sizes, **operands, **weights, **results, **_routing_tensors(routing))
-    dtypes = _OPERANDS if x.device.type == "cuda" else (*_OPERANDS, torch.float64)
-    if x.dtype not in dtypes:
-        raise ValueError(f"x must have one of the dtypes {_names(dtypes)} on {x.device.type}, but it is {x.dtype}")
-    if dy.dtype is not x.dtype:
-        raise ValueError(f"dy must be {x.dtype} as x is, but it is {dy.dtype}")
+    sizes = _check(_check_routing(routing), **_routing_tensors(routing), **operands, **weights, **results)
+    x, dy = _of_one_dtype(x=x, dy=dy)
     if out is None:
         if accumulate:
             raise ValueError("out must be given to accumulate into, but it is None")
         out = x.new_empty(sizes["E"], sizes["N"], sizes["K"])
-    elif out.dtype not in (x.dtype, accumulator_dtype(x.dtype)):
-        raise ValueError(f"out must be {x.dtype} or {accumulator_dtype(x.dtype)}, but it is {out.dtype}")
+    elif out.dtype not in (supported := dict.fromkeys((x.dtype, accumulator_dtype(x.dtype)))):
+        raise ValueError(f"out must be {' or '.join(map(str, supported))}, but it is {out.dtype}")
     elif all(out.shape[d] > 1 and out.stride(d) != 1 for d in (1, 2)):
         raise ValueError(
             f"out must be contiguous in its last dimension or the one before, but its strides are {out.stride()}"
+        )
+    elif _overlaps(out):
+        raise ValueError(
+            f"out must not have dimensions that overlap or interleave, but its shape is {list(out.shape)} and its "
+            f"strides are {out.stride()}"
         )
     row_weight = None
     if topk_weights is not None:
@@ -391,6 +392,10 @@ def _operands(**operands):
     if not 1 <= operands["W"].shape[0] < 2**31:
         found = list(operands["W"].shape)
         raise ValueError(f"W must hold at least one expert and fewer than 2**31, but its shape is {found}")
+    return _of_one_dtype(**operands)
+
+
+def _of_one_dtype(**operands):
     (first, tensor), *_ = operands.items()
     device, given = tensor.device.type, operands
     if device != "meta" and torch.is_autocast_enabled(device):
@@ -404,6 +409,18 @@ def _operands(**operands):
         if operand is not None and operand.dtype is not dtype:
             raise ValueError(f"{name} must be {dtype} as {first} is, but it is {given[name].dtype}")
     return operands.values()
+
+
+def _overlaps(tensor):
+    """Whether two elements may have one place. Dimensions that interleave without that count too."""
+    if 0 in tensor.shape:
+        return False
+    dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    # A dimension steps over all that those of smaller strides reach; sorting them would break up a compiled graph.
+    return any(
+        stride < 1 + sum((n - 1) * s for j, (s, n) in enumerate(dims) if (s < stride) | ((s == stride) & (j < i)))
+        for i, (stride, _) in enumerate(dims)
+    )
 
 
 def _out_dtype(out_dtype, default, operand):

@@ -12,7 +12,7 @@ import torch
 
 from ._ops import add_op_namespace_prefix
 
-DOT_COLUMNS = 128  # columns summed into one partial of `dot`
+DOT_COLUMNS = 128  # columns summed into one partial of `dot` here; a kernel may take more of them
 
 
 _ieee_lock, _ieee_users, _precision_before = threading.Lock(), 0, None
@@ -163,3 +163,9 @@ def route(ids, num_experts, row_assignment, offs):
     experts = torch.arange(num_experts, dtype=key_dtype, device=ids.device)
     row_assignment.copy_(order)
     offs.copy_(torch.searchsorted(expert_of_row, experts, right=True))
+
+
+@_cpu_kernel
+def group_ends(sizes, offs):
+    # Saturated to int32 on the way down, so that a wrong sum cannot wrap to a plausible one.
+    offs.copy_(sizes.cumsum(0, dtype=torch.int64).clamp(-1, torch.iinfo(torch.int32).max))

@@ -1,0 +1,20 @@
+// Integers of any type, in device code.
+#pragma once
+
+#include "launch.h"
+
+namespace moe {
+
+// Calls use with `data` as what it is.
+template <typename Use>
+__device__ __forceinline__ void integers(const void* data, IdType type, Use use) {
+  switch (type) {
+    case IdType::int8: return use(static_cast<const int8_t*>(data));
+    case IdType::uint8: return use(static_cast<const uint8_t*>(data));
+    case IdType::int16: return use(static_cast<const int16_t*>(data));
+    case IdType::int32: return use(static_cast<const int32_t*>(data));
+    case IdType::int64: return use(static_cast<const int64_t*>(data));
+  }
+}
+
+}  // namespace moe

@@ -1,0 +1,45 @@
+// Running sums and maxima over the threads of a block.
+#pragma once
+
+namespace moe {
+
+constexpr int kThreads = 1024;  // of a block that scans
+
+struct Max {
+  template <typename Value>
+  __device__ Value operator()(Value a, Value b) const {
+    return a > b ? a : b;
+  }
+};
+struct Sum {
+  template <typename Value>
+  __device__ Value operator()(Value a, Value b) const {
+    return a + b;
+  }
+};
+
+// This thread's value combined with those of all threads before it; all kThreads together. warp_totals[32]: the last one is
+// that of all values afterwards.
+template <typename Value, typename Operator>
+__device__ Value block_scan(Value value, Operator combine, Value* warp_totals) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int step = 1; step < 32; step *= 2) {
+    const Value below = __shfl_up_sync(~0u, value, step);
+    if (lane >= step) value = combine(value, below);
+  }
+  __syncthreads();  // the totals of an earlier scan have been read
+  if (lane == 31) warp_totals[warp] = value;
+  __syncthreads();
+  if (warp == 0) {
+    Value total = warp_totals[lane];
+    for (int step = 1; step < 32; step *= 2) {
+      const Value below = __shfl_up_sync(~0u, total, step);
+      if (lane >= step) total = combine(total, below);
+    }
+    warp_totals[lane] = total;
+  }
+  __syncthreads();
+  return warp ? combine(warp_totals[warp - 1], value) : value;
+}
+
+}  // namespace moe

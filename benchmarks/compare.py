@@ -1,9 +1,11 @@
-"""Times moe and grouped_gemm beside what else does their work, all in one run.
+"""Times moe, grouped_gemm and moe_mlp beside what else does their work, all in one run.
 
 Each row is one operation, shape and dtype, forward or forward and backward, called eagerly or replayed from a CUDA
-graph. Beside it run a dense cuBLAS product of the forward's operations ([S, K] by [K, N]) and the peers of peers.py;
-on a CPU, small shapes run beside a loop over the experts. TFLOP/s count the products alone; a forward and backward
-compares with three dense products. Peak bytes are those of the row's own pass, beyond its inputs.
+graph. Every input requires a gradient, so a forward keeps what its backward would need. Beside it run a dense cuBLAS
+product of the forward's operations ([S, K] by [K, N]; of an MLP both of its products, [S, K] by [K, 2 I] and [S, I] by
+[I, N]) and the peers of peers.py; on a CPU, small shapes run beside a loop over the experts. TFLOP/s count the products
+alone; a forward and backward compares with three times the dense time. Peak bytes are those of the row's own pass,
+beyond its inputs.
 """
 
 import contextlib
@@ -12,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import arguments
@@ -19,9 +22,10 @@ import package
 import peers
 import torch
 from shapes import CPU_SHAPES, DTYPES, SHAPES, Inputs, Shape, draw
-from timing import captured, medians_ms, peak_bytes
+from timing import captured, medians_ms, peak_bytes, saved_bytes
 
-OPS = ("moe", "grouped_gemm")
+ROUNDED = "moe_mlp(rounded)"
+OPS = ("moe", "grouped_gemm", "moe_mlp", ROUNDED)
 PATHS = {"fp32": ("fp32",), "mma": ("bf16", "fp16"), "wgmma": ("bf16", "fp16")}  # and the dtypes that each serves
 AGREEMENT = 2e-2  # relative Frobenius norm: what is timed must compute the same thing
 
@@ -43,8 +47,8 @@ def main() -> int:
     if not wanted:
         print("nothing to measure: no case has that operation, shape, dtype and path", file=sys.stderr)
         return 2
-    if args.device == "cuda" and peers.SCATTERMOE_MISSING:
-        print(f"ScatterMoE is left out: {peers.SCATTERMOE_MISSING}")
+    for name, reason in peers.MISSING.items() if args.device == "cuda" else ():
+        print(f"{name} is left out: {reason}")
     with forced_path(args.path):
         rows = [describe(case, args.path or automatic_path(case.dtype, args.device)) for case in wanted]
         measure_all(wanted, rows, measure, args)
@@ -77,7 +81,7 @@ def cases(args) -> list[Case]:
         seed = shape.name == "seed"
         dtypes = DTYPES if seed else ("bf16",) if args.device == "cuda" else ("bf16", "fp32")
         for dtype in dtypes:
-            for op in OPS:
+            for op in ops_of(shape):
                 found += [Case(op, shape, dtype, "eager", pass_) for pass_ in ("fwd", "fwd+bwd")]
                 found += [Case(op, shape, dtype, "graph", "fwd")] if seed else []
     return [
@@ -90,6 +94,13 @@ def cases(args) -> list[Case]:
     ]
 
 
+def ops_of(shape: Shape) -> tuple[str, ...]:
+    if shape.I is None:
+        return "moe", "grouped_gemm"
+    # Two experts a token are added alike either way.
+    return ("moe_mlp", ROUNDED) if shape.k > 2 else ("moe_mlp",)
+
+
 def measure_all(wanted: list[Case], rows: list[dict], measure: Callable, args) -> None:
     """Fills the rows of the cases in order. Those not measured, or that failed, keep null times."""
     inputs = problem = None
@@ -97,6 +108,7 @@ def measure_all(wanted: list[Case], rows: list[dict], measure: Callable, args) -
         write(args.json, rows)
         if (case.shape, case.dtype, case.distribution) != problem:
             inputs = None  # the next ones may need its memory
+            torch.cuda.empty_cache()  # what was kept for reuse has other sizes
             problem = case.shape, case.dtype, case.distribution
             inputs = draw(case.shape, DTYPES[case.dtype], args.device, case.distribution)
         try:
@@ -110,11 +122,15 @@ def measure_all(wanted: list[Case], rows: list[dict], measure: Callable, args) -
 
 
 def describe(case: Case, path: str) -> dict:
+    """A row without results."""
+    return {**kind(case, path), **{"ms": None, "tflops": None, "dense_ms": None, "bytes_peak": None, "peers": {}}}
+
+
+def kind(case: Case, path: str) -> dict:
     shape = case.shape
-    sizes = {"T": shape.T, "K": shape.K, "N": shape.N, "I": None, "E": shape.E, "k": shape.k}
-    kind = {"dtype": case.dtype, "path": path, "mode": case.mode, "pass": case.pass_, "distribution": case.distribution}
-    results = {"ms": None, "tflops": None, "dense_ms": None, "bytes_peak": None, "peers": {}}
-    return {"op": case.op, "shape": shape.name, **sizes, **kind, **results}
+    sizes = {"T": shape.T, "K": shape.K, "N": shape.N, "I": shape.I, "E": shape.E, "k": shape.k}
+    run = {"dtype": case.dtype, "path": path, "mode": case.mode, "pass": case.pass_, "distribution": case.distribution}
+    return {"op": case.op, "shape": shape.name, **sizes, **run}
 
 
 def measure(case: Case, inputs: Inputs, device: str) -> dict:
@@ -135,25 +151,48 @@ def speed(case: Case, ms: dict[str, float]) -> dict:
     return {"ms": ours_ms, "tflops": flops / ours_ms * 1e-9, "dense_ms": dense_ms, "peers": ms}
 
 
+def memory(runs: dict[str, Callable], forwards: dict[str, Callable], inputs: Inputs, device: str) -> dict:
+    """What each run allocates at its peak, and what each forward keeps for its backward."""
+    peak, saved = {}, {}
+    for name, run in runs.items():
+        peak[name] = peak_bytes(run, device)
+        inputs.clear_gradients()
+        saved[name] = saved_bytes(forwards[name], device)
+    ours = {"bytes_peak": peak.pop("ours"), "bytes_saved": saved.pop("ours")}
+    return {**ours, "peers_bytes_peak": peak, "peers_bytes_saved": saved}
+
+
 def contenders(case: Case, inputs: Inputs, device: str) -> tuple[Callable, dict[str, Callable]]:
     """Our forward, and what it is compared with, by name."""
     kernel = package.load()
-    tokens = inputs.x, inputs.weight, inputs.expert_ids, inputs.topk_weights
-    grouped = inputs.rows, inputs.weight, inputs.group_sizes
-    if device == "cpu":
-        others = {"loop": (peers.loop, tokens) if case.op == "moe" else (peers.grouped_loop, grouped)}
-    elif case.op == "grouped_gemm":
-        others = {"torch._grouped_mm": (peers.grouped_mm, grouped)}
+    loop, arguments = in_plain_torch(case.op, inputs)
+    if case.op == "grouped_gemm":
+        ours = kernel.grouped_gemm
+        others = {"torch._grouped_mm": peers.grouped_mm}
+    elif case.op == "moe":
+        ours = kernel.moe
+        _, grouped = in_plain_torch("grouped_gemm", inputs)
+        others = {
+            "torch._grouped_mm": lambda *_: peers.grouped_mm(*grouped),
+            "unfused": peers.unfused,
+            "ScatterMoE": peers.scattermoe,
+        }
     else:
-        others = {"torch._grouped_mm": (peers.grouped_mm, grouped), "unfused": (peers.unfused, tokens)}
-        if not peers.SCATTERMOE_MISSING:
-            others["ScatterMoE"] = peers.scattermoe, tokens
-    ours = bound(kernel.moe, tokens) if case.op == "moe" else bound(kernel.grouped_gemm, grouped)
-    return ours, {name: bound(*call) for name, call in others.items()}
+        ours = partial(kernel.moe_mlp, combine="rounded" if case.op == ROUNDED else None)
+        others = {"unfused": peers.unfused_mlp, "ScatterMoE": peers.scattermoe_mlp, "SonicMoE": peers.sonicmoe_mlp}
+    if device == "cpu":
+        others = {"loop": loop}
+    others = {name: partial(peer, *arguments) for name, peer in others.items() if name not in peers.MISSING}
+    return partial(ours, *arguments), others
 
 
-def bound(function: Callable, arguments: tuple) -> Callable:
-    return lambda: function(*arguments)
+def in_plain_torch(op: str, inputs: Inputs) -> tuple[Callable, tuple[torch.Tensor, ...]]:
+    """The loop over the experts that computes the same as an operation, and the arguments of both."""
+    if op == "grouped_gemm":
+        return peers.grouped_loop, (inputs.rows, inputs.weight, inputs.group_sizes)
+    if op == "moe":
+        return peers.loop, (inputs.x, inputs.weight, inputs.expert_ids, inputs.topk_weights)
+    return peers.mlp_loop, tuple(vars(inputs).values())
 
 
 def passes(case: Case, inputs: Inputs, forwards: dict[str, Callable]) -> dict[str, Callable]:
@@ -169,11 +208,19 @@ def passes(case: Case, inputs: Inputs, forwards: dict[str, Callable]) -> dict[st
 
 
 def dense_product(case: Case, device: str) -> Callable:
-    """A product of the forward's operations, which has run once."""
-    a = torch.randn(case.shape.S, case.shape.K, device=device).to(DTYPES[case.dtype])
-    b = torch.randn(case.shape.K, case.shape.N, device=device).to(DTYPES[case.dtype])
-    a @ b
-    return lambda: a @ b
+    """The products of the forward's operations, which have run once."""
+
+    def normal(*sizes):
+        return torch.randn(sizes, device=device).to(DTYPES[case.dtype])
+
+    factors = [(normal(case.shape.S, features), normal(features, outputs)) for features, outputs in case.shape.products]
+
+    def run():
+        for a, b in factors:
+            a @ b
+
+    run()
+    return run
 
 
 def forward_and_backward(forward: Callable, inputs: Inputs) -> Callable:
@@ -197,18 +244,16 @@ def runs_at_all(name: str, run: Callable) -> bool:
     try:
         run()
     except Exception as error:
-        print(f"  {name} is left out: {str(error).splitlines()[0]}")
+        print(f"  {name} is left out: {type(error).__name__}: {error}".splitlines()[0])
         return False
     return True
 
 
 def check_agreement(y: torch.Tensor, inputs: Inputs, op: str) -> None:
     """Against plain torch: a wrong answer is not worth timing."""
+    loop, arguments = in_plain_torch(op, inputs)
     with torch.no_grad():
-        if op == "moe":
-            want = peers.loop(inputs.x, inputs.weight, inputs.expert_ids, inputs.topk_weights)
-        else:
-            want = peers.grouped_loop(inputs.rows, inputs.weight, inputs.group_sizes)
+        want = loop(*arguments)
         error = float((y.float() - want.float()).norm() / want.float().norm())
     if not error <= AGREEMENT:
         raise AssertionError(f"the result is off by {error:.2g} (relative Frobenius norm)")
@@ -254,15 +299,16 @@ def label(row: dict) -> str:
 
 def report(rows: list[dict]) -> int:
     """Prints milliseconds, and how many times as fast as dense products and as each peer; the exit status."""
-    print(f"\n{'':58}{'ms':>9}{'TFLOP/s':>9}{'/dense':>8}{'MB':>8}  times as fast as")
+    width = max(len(label(row)) for row in rows)
+    print(f"\n{'':{width}}{'ms':>9}{'TFLOP/s':>9}{'/dense':>8}{'MB':>8}  times as fast as")
     for row in rows:
         if row["ms"] is None:
-            print(f"{label(row):58}   failed")
+            print(f"{label(row):{width}}   failed")
             continue
         dense = row["dense_ms"] * products(row["pass"]) / row["ms"]
         megabytes = "" if row["bytes_peak"] is None else f"{row['bytes_peak'] / 1e6:.0f}"
         ratios = ", ".join(f"{name} {ms / row['ms']:.2f}" for name, ms in row["peers"].items())
-        print(f"{label(row):58}{row['ms']:9.3f}{row['tflops']:9.3g}{dense:8.2f}{megabytes:>8}  {ratios}")
+        print(f"{label(row):{width}}{row['ms']:9.3f}{row['tflops']:9.3g}{dense:8.2f}{megabytes:>8}  {ratios}")
     failed = sum(row["ms"] is None for row in rows)
     if failed:
         print(f"{failed} of {len(rows)} rows failed", file=sys.stderr)

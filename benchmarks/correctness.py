@@ -41,6 +41,7 @@ class Sizes(NamedTuple):
 ALIGNED = {"cuda": Sizes(2048, 2048, 2048, 8), "cpu": Sizes(128, 256, 192, 8)}
 TENSOR_CORES = Sizes(4096, 512, 512, 8), Sizes(4096, 2048, 2048, 8)
 RAGGED = {"cuda": Sizes(1037, 771, 517, 11), "cpu": Sizes(77, 67, 45, 11)}
+MLP = {"cuda": (4096, 1024, 512, 32, 4), "cpu": (128, 64, 48, 8, 4)}  # T, H, I, E, k
 
 
 def main() -> int:
@@ -72,6 +73,8 @@ def measure(kernel, device: str) -> Iterator[Row]:
     yield from gradients(kernel, device)
     yield weight_gradient_by_group(kernel, device)
     yield from finite_differences(kernel, device)
+    yield from mlp(kernel, device, "fp32")
+    yield from mlp(kernel, device, "bf16")
 
 
 def against_torch(kernel) -> Iterator[Row]:
@@ -129,8 +132,8 @@ def gradients(kernel, device) -> Iterator[Row]:
     for sizes in ALIGNED[device], RAGGED[device]:
         x, weight, ids, topk_weights = moe_problem(sizes, 2, "fp32", device)
         dy = torch.randn(sizes.T, sizes.N, device=device)
-        got = gradients_of(kernel.moe, x, weight, ids, topk_weights, dy)
-        want = gradients_of(peers.loop, *doubled(x, weight, ids, topk_weights, dy))
+        _, *got = differentiated(kernel.moe, x, weight, ids, topk_weights, dy)
+        _, *want = differentiated(peers.loop, *doubled(x, weight, ids, topk_weights, dy))
         for name, ours, exact in zip(errors, got, want, strict=True):
             errors[name].append(max_relative(ours, exact))
     for name, limit in (("x", 3e-4), ("W", 2e-4), ("topk_weights", 8e-5)):
@@ -157,7 +160,7 @@ def finite_differences(kernel, device) -> Iterator[Row]:
     """
     x, weight, ids, topk_weights = moe_problem(RAGGED[device], 2, "fp32", device)
     dy = torch.randn(x.shape[0], weight.shape[1], device=device)
-    analytic = gradients_of(kernel.moe, x, weight, ids, topk_weights, dy)
+    _, *analytic = differentiated(kernel.moe, x, weight, ids, topk_weights, dy)
     arguments = {"x": x, "W": weight, "topk_weights": topk_weights}
     for gradient, (name, argument) in zip(analytic, arguments.items(), strict=True):
         direction = torch.randn_like(argument)
@@ -171,10 +174,28 @@ def finite_differences(kernel, device) -> Iterator[Row]:
         yield Row(f"gradient to {name} against finite differences", "fp32", "relative", float(error), 1e-4)
 
 
-def gradients_of(function: Callable, x, weight, ids, topk_weights, dy) -> tuple[torch.Tensor, ...]:
-    leaves = [t.clone().requires_grad_() for t in (x, weight, topk_weights)]
-    y = function(leaves[0], leaves[1], ids, leaves[2])
-    return torch.autograd.grad(y, leaves, dy)
+def mlp(kernel, device, dtype) -> Iterator[Row]:
+    """SwiGLU MLPs. In bf16 the limit is also 1.02 times the error of the unfused form, if that is lower."""
+    problem = mlp_problem(*MLP[device], dtype, device)
+    want = differentiated(peers.mlp_loop, *doubled(*problem))
+
+    def errors(function):
+        return map(frobenius, differentiated(function, *problem), want)
+
+    limits = [1e-5] * 5
+    if dtype == "bf16":
+        limits = map(min, [4e-3] + [6e-3] * 4, (1.02 * error for error in errors(peers.unfused_mlp)))
+    names = ["moe_mlp", *(f"moe_mlp, gradient to {name}," for name in ("x", "w_up", "w_down", "topk_weights"))]
+    for name, value, limit in zip(names, errors(kernel.moe_mlp), limits, strict=True):
+        yield Row(f"{name} against float64", dtype, FROBENIUS, value, limit)
+
+
+def differentiated(function: Callable, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The result, and the gradients to the floating arguments; the last argument is the incoming gradient."""
+    *arguments, dy = (t.clone() for t in arguments)
+    leaves = [t.requires_grad_() for t in arguments if t.is_floating_point()]
+    y = function(*arguments)
+    return y, *torch.autograd.grad(y, leaves, dy)
 
 
 def grouped_problem(sizes: Sizes, dtype: str, device: str) -> tuple[torch.Tensor, ...]:
@@ -192,6 +213,13 @@ def moe_problem(sizes: Sizes, top_k: int, dtype: str, device: str) -> tuple[torc
     popularity[sizes.E // 2] = -2
     ids = (torch.rand(sizes.T, sizes.E, device=device) + popularity).topk(top_k, dim=-1).indices
     return (*operands(sizes, dtype, device), ids, torch.rand(sizes.T, top_k, device=device))
+
+
+def mlp_problem(T: int, H: int, I: int, E: int, top_k: int, dtype: str, device: str) -> tuple[torch.Tensor, ...]:  # noqa: E741
+    """x, w_up, w_down, expert_ids, topk_weights, routed as in moe_problem, and the incoming gradient."""
+    x, w_up, ids, topk_weights = moe_problem(Sizes(T, H, 2 * I, E), top_k, dtype, device)
+    _, w_down = operands(Sizes(0, I, H, E), dtype, device)
+    return x, w_up, w_down, ids, topk_weights, torch.randn_like(x)
 
 
 def operands(sizes: Sizes, dtype: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,13 +1,25 @@
 """What the package is compared with. Each takes the package's own arguments and is differentiable."""
 
-import torch
+import importlib
+from collections.abc import Callable
+from types import ModuleType
 
-try:
-    from scattermoe import parallel_experts as _scattermoe
-except ImportError as error:
-    _scattermoe, SCATTERMOE_MISSING = None, str(error)
-else:
-    SCATTERMOE_MISSING = None
+import torch
+import torch.nn.functional as F
+
+MISSING = {}  # why a peer is left out, by its name
+
+
+def _optional(peer: str, module: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # not an ImportError alone: some look for a GPU or a compiler first
+        MISSING[peer] = f"{type(error).__name__}: {error}"
+        return None
+
+
+_scattermoe = _optional("ScatterMoE", "scattermoe.parallel_experts")
+_sonicmoe = _optional("SonicMoE", "sonicmoe")
 
 
 def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, group_sizes: torch.Tensor) -> torch.Tensor:
@@ -20,32 +32,120 @@ def unfused(
     x: torch.Tensor, weight: torch.Tensor, expert_ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> torch.Tensor:
     """Sort, gather, torch's grouped product, weight, index_add: float32 [T, N], without waiting for the device."""
-    num_experts, top_k = weight.shape[0], expert_ids.shape[1]
+
+    def product(rows, ends):
+        return torch._grouped_mm(rows, weight.transpose(1, 2), ends)
+
+    return _unfused(product, weight.shape[0], x, expert_ids, topk_weights)
+
+
+def unfused_mlp(
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    expert_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+) -> torch.Tensor:
+    """The same of SwiGLU MLPs, in x's dtype [T, H]."""
+
+    def mlp(rows, ends):
+        gate, up = torch._grouped_mm(rows, w_up.transpose(1, 2), ends).chunk(2, dim=-1)
+        return torch._grouped_mm(F.silu(gate) * up, w_down.transpose(1, 2), ends)
+
+    return _unfused(mlp, w_up.shape[0], x, expert_ids, topk_weights).to(x.dtype)
+
+
+def _unfused(experts: Callable, num_experts: int, x, expert_ids, topk_weights) -> torch.Tensor:
+    """experts: of rows in expert order, and where each expert's end."""
     sorted_ids, order = expert_ids.flatten().sort(stable=True)
-    experts = torch.arange(num_experts, device=x.device)
-    ends = torch.searchsorted(sorted_ids, experts, right=True).to(torch.int32)
-    tokens = order // top_k
-    rows = torch._grouped_mm(x[tokens], weight.transpose(1, 2), ends)
-    weighted = rows * topk_weights.flatten()[order, None]
-    return weighted.new_zeros(x.shape[0], weight.shape[1]).index_add(0, tokens, weighted)
+    ends = torch.searchsorted(sorted_ids, torch.arange(num_experts, device=x.device), right=True).to(torch.int32)
+    tokens = order // expert_ids.shape[1]
+    weighted = experts(x.index_select(0, tokens), ends) * topk_weights.flatten()[order, None]
+    return weighted.new_zeros(x.shape[0], weighted.shape[1]).index_add(0, tokens, weighted)
 
 
 def scattermoe(
     x: torch.Tensor, weight: torch.Tensor, expert_ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> torch.Tensor:
-    """ScatterMoE's fused linear layer in Triton, [T, N] in x's dtype; see SCATTERMOE_MISSING."""
+    """ScatterMoE's fused linear layer in Triton, [T, N] in x's dtype."""
     routing = _scattermoe.flatten_sort_count(expert_ids, num_experts=weight.shape[0])
     gates = topk_weights.to(x.dtype)
     return _scattermoe.parallel_linear(x, weight.transpose(1, 2), expert_ids.shape[1], *routing, gates=gates)
 
 
+def scattermoe_mlp(
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    expert_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Its gated MLP, [T, H] in x's dtype."""
+    routing = _scattermoe.flatten_sort_count(expert_ids, num_experts=w_up.shape[0])
+    top_k, gates = expert_ids.shape[1], topk_weights.to(x.dtype)
+    rows = _scattermoe.parallel_linear(x, w_up.transpose(1, 2), top_k, *routing, grouped_out=True)
+    gate, up = rows.chunk(2, dim=-1)
+    return _scattermoe.parallel_linear(
+        F.silu(gate) * up, w_down.transpose(1, 2), 1, *routing, gates=gates, grouped_in=True
+    )
+
+
+def sonicmoe_mlp(
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    expert_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+) -> torch.Tensor:
+    """SonicMoE's gated MLP in CuTe, for a routing that is given, [T, H] in x's dtype."""
+    num_tokens, top_k = expert_ids.shape
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=x.device).repeat_interleave(top_k)
+    y, _ = _sonicmoe.moe_general_routing_inputs(
+        x,
+        topk_weights.flatten(),
+        tokens,
+        expert_ids.flatten().to(torch.int32),
+        w_up.permute(1, 2, 0),
+        None,
+        w_down.permute(1, 2, 0),
+        None,
+        E=w_up.shape[0],
+        stream_id=torch.cuda.current_stream().cuda_stream,
+        activation_type=_sonicmoe.enums.ActivationType.SWIGLU,
+        is_inference_mode_enabled=False,
+        concat_layout=True,
+    )
+    return y
+
+
 def loop(x: torch.Tensor, weight: torch.Tensor, expert_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
     """A MoE in plain torch, one expert after another: [T, N] in the wider of x's and topk_weights' dtypes."""
+    return _loop(lambda rows, e: rows @ weight[e].T, weight.shape[0], x, expert_ids, topk_weights)
+
+
+def mlp_loop(
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    expert_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+) -> torch.Tensor:
+    """The same of SwiGLU MLPs."""
+
+    def mlp(rows, e):
+        gate, up = (rows @ w_up[e].T).chunk(2, dim=-1)
+        return F.silu(gate) * up @ w_down[e].T
+
+    return _loop(mlp, w_up.shape[0], x, expert_ids, topk_weights)
+
+
+def _loop(expert: Callable, num_experts: int, x, expert_ids, topk_weights) -> torch.Tensor:
+    """expert: of its rows and its number."""
     y = 0
-    for expert in range(weight.shape[0]):
-        tokens, slots = (expert_ids == expert).nonzero(as_tuple=True)
-        part = x[tokens] @ weight[expert].T * topk_weights[tokens, slots, None]
-        y = y + part.new_zeros(x.shape[0], weight.shape[1]).index_add(0, tokens, part)
+    for e in range(num_experts):
+        tokens, slots = (expert_ids == e).nonzero(as_tuple=True)
+        part = expert(x[tokens], e) * topk_weights[tokens, slots, None]
+        y = y + part.new_zeros(x.shape[0], part.shape[1]).index_add(0, tokens, part)
     return y
 
 

@@ -11,7 +11,7 @@ import arguments
 import compare
 from compare import Case
 from shapes import CPU_SHAPES, DISTRIBUTIONS, SHAPES, Inputs, Shape
-from timing import medians_ms, peak_bytes, saved_bytes
+from timing import medians_ms
 
 BUDGET_S = 0.3  # of a point's medians
 BASE = {
@@ -57,17 +57,9 @@ def measure(case: Case, inputs: Inputs, device: str) -> dict:
     compare.check_agreement(ours(), inputs, case.op)
     forwards = {"ours": ours, **others}
     runs = compare.passes(case, inputs, forwards)
-    peak, saved = {}, {}
-    for name, run in runs.items():
-        peak[name] = peak_bytes(run, device)
-        inputs.clear_gradients()
-        saved[name] = saved_bytes(forwards[name], device)
+    memory = compare.memory(runs, forwards, inputs, device)
     runs["dense"] = compare.dense_product(case, device)
-    return {
-        **compare.speed(case, medians_ms(runs, device, BUDGET_S)),
-        **{"bytes_peak": peak.pop("ours"), "bytes_saved": saved.pop("ours")},
-        **{"peers_bytes_peak": peak, "peers_bytes_saved": saved},
-    }
+    return {**compare.speed(case, medians_ms(runs, device, BUDGET_S)), **memory}
 
 
 if __name__ == "__main__":

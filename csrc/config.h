@@ -43,15 +43,15 @@ struct Config {
   __host__ __device__ constexpr int staged_pitch() const { return kTile + (path == Path::fp32 ? 4 : 8); }  // for the banks
   __host__ __device__ constexpr int row_words_at() const { return staged_at() + staged_rows * staged_pitch() * 4; }
   __host__ __device__ constexpr int tables_at() const {
-    // On wgmma what dots are taken with, eight rows of each of eight warps; a weight gradient's four boxes of 8 KB of results.
-    if (path == Path::wgmma) return stages * stage_bytes() + (op == Op::gemm ? 64 * tile_columns * 2 : 4 * 8192);
+    // On wgmma room for four rows of results of each of eight warps; a weight gradient's four boxes of 8 KB of results.
+    if (path == Path::wgmma) return stages * stage_bytes() + (op == Op::gemm ? 8 * 4 * tile_columns * 4 : 4 * 8192);
     const int results_end = row_words_at() + 2 * kTile * 4, stages_end = stages * stage_bytes();
     return results_end > stages_end ? results_end : stages_end;
   }
   __host__ __device__ constexpr int table_bytes() const {
     // On wgmma what the producer tells of a tile, then the barriers.
     if (path == Path::wgmma) {
-      return (op == Op::gemm ? 2 * (32 + kTile * 8 + 16) : 32 + stages * tile_k * 4 + 16) + 2 * stages * 8;
+      return (op == Op::gemm ? 2 * (36 + kTile * 8 + 16) : 32 + stages * tile_k * 4 + 16) + 2 * stages * 8;
     }
     return op == Op::gemm ? 2 * 16 + kTile * 4 + 16 : 48 + (2 * stages + 1) * tile_k * 4;
   }
@@ -61,6 +61,13 @@ struct Config {
 // Laid out by the Hopper kernels themselves, of which there is one form each.
 constexpr Config kHopperGemm{Op::gemm, Path::wgmma, 64, 5, 0, true, 1, 192};
 constexpr Config kHopperWeightGrad{Op::weight_grad, Path::wgmma, 64, 4, 0, true, 1, 256};
+
+// Hopper's tiles are narrower where halves of columns that are contiguous along n are brought by boxes of 64, and where rows
+// pass through an activation's gradient, which wants registers of its own.
+constexpr int tile_columns(const Config& config, Through through, Major w_major) {
+  const bool narrow = through == Through::activation_grad || (through == Through::activation && w_major == Major::mn);
+  return config.path == Path::wgmma && narrow ? 128 : config.tile_columns;
+}
 
 constexpr Config kConfigs[] = {
     kHopperGemm,

@@ -30,11 +30,21 @@ __device__ __forceinline__ Four<T> load_4(const T* from, int valid, bool vector)
   return four;
 }
 
+// Rounded once, in pairs, which is an instruction each.
+__device__ __forceinline__ Four<float> round_to(const Four<float>& four, float) { return four; }
+__device__ __forceinline__ Four<__nv_bfloat16> round_to(const Four<float>& four, __nv_bfloat16) {
+  const __nv_bfloat162 low = __floats2bfloat162_rn(four.value[0], four.value[1]);
+  const __nv_bfloat162 high = __floats2bfloat162_rn(four.value[2], four.value[3]);
+  return {low.x, low.y, high.x, high.y};
+}
+__device__ __forceinline__ Four<__half> round_to(const Four<float>& four, __half) {
+  const __half2 low = __floats2half2_rn(four.value[0], four.value[1]), high = __floats2half2_rn(four.value[2], four.value[3]);
+  return {low.x, low.y, high.x, high.y};
+}
+
 template <typename T>
 __device__ __forceinline__ void store_4(T* to, const Four<float>& four, int valid, bool vector) {
-  Four<T> converted;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) converted.value[i] = T(four.value[i]);
+  const Four<T> converted = round_to(four, T());
   if (vector && valid >= 4) {
     *reinterpret_cast<Four<T>*>(to) = converted;
     return;
@@ -130,6 +140,24 @@ __device__ __forceinline__ void add_rows(float* out, int64_t stride, bool vector
   }
 }
 
+// Sums each of a lane's values with those of a warp's other lanes. In the end sum[0] holds that of the value whose number is
+// returned. Each exchange halves both the lanes that share a sum and the sums that a lane holds.
+template <int kSums>
+__device__ __forceinline__ int sum_over_lanes(float (&sum)[kSums]) {
+  int own = 0;
+#pragma unroll
+  for (int half = kSums / 2, step = 16; step > 0; half /= 2, step /= 2) {
+    const bool upper = half && threadIdx.x & step;
+    own += upper ? half : 0;
+#pragma unroll
+    for (int i = 0; i < max(half, 1); ++i) {
+      const float kept = upper ? sum[i + half] : sum[i], sent = upper ? sum[i] : sum[i + half];
+      sum[i] = kept + __shfl_xor_sync(~0u, sent, step);
+    }
+  }
+  return own;
+}
+
 // The row dots of staged rows, which are weighted then. `with` begins at the first row's columns (by_row) or, rows being
 // looked up by token, at token 0's; dot is indexed by assignment.
 template <int kThreads, int kPitch, typename T>
@@ -174,19 +202,7 @@ __device__ __forceinline__ void dot_rows(const T* with, int64_t stride, bool by_
       }
       values = scaled;
     }
-    // Each exchange halves both the lanes that share a row's sum and the rows that a lane holds.
-    int own = 0;
-#pragma unroll
-    for (int half = kTogether / 2, step = 16; step > 0; half /= 2, step /= 2) {
-      const bool upper = half && lane & step;
-      own += upper ? half : 0;
-#pragma unroll
-      for (int i = 0; i < max(half, 1); ++i) {
-        const float kept = upper ? sum[i + half] : sum[i], sent = upper ? sum[i] : sum[i + half];
-        sum[i] = kept + __shfl_xor_sync(~0u, sent, step);
-      }
-    }
-    const int row = first + own * kWarps;
+    const int row = first + sum_over_lanes(sum) * kWarps;
     if (lane % (32 / kTogether) == 0 && row < rows) dot[assignment[row]] = sum[0];
   }
 }

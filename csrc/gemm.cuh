@@ -8,6 +8,7 @@
 // two blocks write their tiles at different times: there one alone reaches nine tenths of the speed of both.
 #pragma once
 
+#include "activation.cuh"
 #include "config.h"
 #include "epilogue.cuh"
 #include "load.cuh"
@@ -118,6 +119,10 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
   const int looking = max((stages + kStages - 1) / kStages - look_up.kSteps, 0) * kStages;
   int stage;
   const auto columns_of = [&](int slot) { return min(kTile, p.N - tables.tile[slot].column); };
+  // Where a tile's column lies in W, from the tile's first one; its columns are all the tile's, or in two halves.
+  constexpr int kHalf = kTile / 2;
+  const auto in_w = [&](int column) { return column >= kHalf ? column + p.gap : column; };
+  const auto side_by_side = [&](int columns) { return p.split ? columns / 2 : columns; };
 
   static_assert(kThreads == kTile, "a thread looks after a row");
   int own_assignment;  // not held during the loop
@@ -134,16 +139,21 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
     for (int i = 0; i < ShareA::kRows; ++i) {
       a_from[i] = row_address(data, tables.row[ShareA::first(thread) + i * ShareA::kStride], p.a.row_bytes);
     }
-    w_from = p.w + max(tile.expert, 0) * p.w_expert_bytes + ShareW::bytes(thread);
-    w_from = kAlongK ? row_address(w_from, unsigned(tile.column) + ShareW::first(thread), p.w_row_bytes)
-                     : row_address(w_from + int64_t(tile.column) * sizeof(T), ShareW::first(thread), p.w_row_bytes);
+    const int column = side_by_side(tile.column);
+    w_from = p.w + max(tile.expert, 0) * p.w_expert_bytes;
+    if constexpr (kAlongK) {
+      w_from = row_address(w_from + ShareW::bytes(thread), unsigned(column) + ShareW::first(thread), p.w_row_bytes);
+    } else {
+      const int own = column + in_w(ShareW::chunk(thread) * ShareW::kValues);
+      w_from = row_address(w_from + int64_t(own) * sizeof(T), ShareW::first(thread), p.w_row_bytes);
+    }
     stage = 0;
   };
   // Part of `parts` of stage `stage` + ahead. kInside: the tile is as wide as any and the stage not the last one; else
   // columns past the last read it again, for they are not written, and there are zeros past the last k.
   const auto load = [&](auto inside, int tile, auto ahead, int part, int parts) {
     constexpr bool kInside = inside != 0;
-    const int columns = kInside ? kTile : columns_of(tile);
+    const int columns = kInside ? kTile : side_by_side(columns_of(tile));
     const int slot = ahead % kStages * kStageBytes, k = ahead * kTileK;
     const int k_left = kInside ? kTileK : int(unsigned(p.K) - unsigned(stage * kTileK + k));
     const int a_left = kInside ? kTileK : ShareA::left(k_left);
@@ -155,15 +165,17 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
 #pragma unroll
     for (int i = part * ShareW::kRows / parts; i < (part + 1) * ShareW::kRows / parts; ++i) {
       if constexpr (kAlongK) {
-        const int n = i * ShareW::kStride;
-        const char* from = kInside ? row_address(w_from, n, w_row_bytes)
-                                   : w_from + min(n, columns - 1 - ShareW::first()) * int64_t(w_row_bytes);
+        const int n = i * ShareW::kStride, before = p.split && n >= kHalf ? kHalf : 0;
+        const char* from = kInside ? row_address(w_from, in_w(n), w_row_bytes)
+                                   : w_from + (min(n, columns - 1 - ShareW::first() + before) + in_w(n) - n) *
+                                                  int64_t(w_row_bytes);
         load_row<ShareW, kVector>(w_to + slot, i, from + k * sizeof(T), a_left);
       } else {
         const int w_row = i * ShareW::kStride;
-        const int w_left = kInside ? kTile : ShareW::left(columns);
+        const int before = ShareW::chunk(kVector ? threadIdx.x : ptx::keep(threadIdx.x)) * ShareW::kValues;
+        const int w_left = kInside ? kTile : columns - (before & (p.split ? kHalf - 1 : kTile - 1));
         load_row<ShareW, kVector>(w_to + slot, i, row_address(w_from, k + w_row, w_row_bytes),
-                                  ShareW::first() + w_row < k_left ? w_left : 0);
+                                  ShareW::first() + w_row < k_left ? w_left : 0, p.split, p.gap);
       }
     }
   };
@@ -204,7 +216,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
           }
           if (part == kParts - 1) ptx::commit_copies();
         };
-        const auto work = multiply.template work<kInside>(tables.tile[slot].rows, columns_of(slot));
+        const auto work = multiply.template work<kInside>(tables.tile[slot].rows, p.split ? kTile : columns_of(slot));
         multiply.stage(work, s * kStageBytes, (s + 1) % kStages * kStageBytes, scale, nullptr, nullptr, refill, advance);
         return kInside || stage + s + 1 < stages;
       });
@@ -235,11 +247,11 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
 
     const Epilogue& to = p.epilogue;
     const bool combine = to.destination == Destination::token, by_row = to.destination == Destination::row;
-    const bool dot = to.dot_with && tile.expert >= 0;
-    if (to.bias && tile.expert >= 0) {
+    const bool dot = to.dot_with && tile.expert >= 0, through = to.through != Through::nothing;
+    if (to.bias && tile.expert >= 0 && !through) {
       add_bias(multiply, static_cast<const T*>(to.bias) + tile.expert * to.bias_stride + tile.column, columns);
     }
-    if (to.row_weight && !dot) scale_rows(multiply, row_weight);
+    if (to.row_weight && !dot && !through) scale_rows(multiply, row_weight);
     // Where all rows are staged at once, the sums are not needed from then on, and the compiler must see it.
     for (int first = 0; kStagedRows == kTile ? first == 0 : first < tile.rows; first += kStagedRows) {
       const int rows = min(kStagedRows, tile.rows - first);
@@ -247,6 +259,21 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
       stage_rows<kPitch>(multiply, staged, first);
       if (combine) before_bulk_add();
       __syncthreads();
+      if (through) {
+        const Form form{to.activation.kind, to.activation.gated};
+        const StagedRows<kPitch, false> staged_rows{staged};
+        const int row = tile.row + first, thread = ptx::keep(threadIdx.x);
+        if (to.through == Through::activation) {
+          activate_rows<kThreads, kHalf, false, T>(form, to, tile.expert, p.N, row, tile.column, columns, staged_rows, rows,
+                                                   thread);
+        } else {
+          constexpr int kTogether = kStagedRows == kTile ? 4 : 1;  // the sums still take registers otherwise
+          activation_grad_rows<kThreads, kTile, kTogether, false, T>(
+              form, to, tile.expert, p.S, p.N, row, tile.column, columns, staged_rows, assignment + first, row_weight + first,
+              rows, thread);
+        }
+        continue;
+      }
       if (dot) {
         const T* with = static_cast<const T*>(to.dot_with) + tile.column;
         if (by_row) with += (tile.row + first) * to.dot_with_stride;

@@ -66,14 +66,17 @@ struct TurnedShare : Share<float, kMajor == Major::k ? kTile : kTileK, kMajor ==
 };
 
 // Brings this thread's part of row i of a tile, zeros where no more than `left` values are left. `to` is the tile's start in
-// shared memory plus offset(). kVector: chunks of 16 bytes are aligned, and no value or all of them are left.
+// shared memory plus offset(). kVector: chunks of 16 bytes are aligned, and no value or all of them are left. split: `left`
+// counts in each half of a row, between which there are `gap` values in memory.
 template <typename Share, bool kVector>
-__device__ __forceinline__ void load_row(uint32_t to, int i, const char* from, int left) {
+__device__ __forceinline__ void load_row(uint32_t to, int i, const char* from, int left, bool split = false, int gap = 0) {
 #pragma unroll
   for (int across = 0; across < Share::kAcross; ++across) {
     const uint32_t at = to + Share::step(i, across);
     if constexpr (Share::kValues == 1) {
-      ptx::copy_4_or_zero(at, from + across * Share::kLanes * 4, left > across * Share::kLanes);
+      const int value = across * Share::kLanes;
+      const bool second = value >= kTile / 2;
+      ptx::copy_4_or_zero(at, from + (value + (second ? gap : 0)) * int64_t(4), left > value - (second && split ? kTile / 2 : 0));
     } else if constexpr (kVector) {
       static_assert(Share::kAcross == 1);
       ptx::copy_16_or_zero(at, from, left > 0);

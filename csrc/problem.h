@@ -59,18 +59,39 @@ enum class Destination {
   token,       // added to out[row_assignment[r] / top_k]
 };
 
+// What products are led through on the way, by row.
+enum class Through { nothing, activation, activation_grad };
+
+// Of an expert MLP, as torch-ext/grouped_gemm_moe/activation.py describes it.
+enum class ActivationKind { silu, gelu, gelu_tanh, relu, relu2 };
+
+struct Activation {
+  ActivationKind kind;
+  bool gated, interleaved;
+  float limit, alpha, up_offset;
+};
+
 struct Epilogue {
   Destination destination;
-  void* out;  // null: only the row dot is wanted
+  Through through;
+  void* out;  // null: not wanted
   int64_t out_stride;
   DType out_type;
   const float* row_weight;  // by assignment, or null
   const void* bias;         // [E, N] in the operand type, or null
   int64_t bias_stride;
-  const void* dot_with;  // rows like those of `out` in the operand type, or null: no row dot
+  const void* dot_with;  // rows like those of `out` in the operand type
   int64_t dot_with_stride;
   float* dot;  // [ceil(N / 128), S], by assignment: cleared by the caller; sums over the first dimension are the dots
   bool out_vector, dot_vector;  // 16 bytes may be moved at once
+
+  // Through::activation writes what is activated to `pre`, unless null; its gradient reads it there and writes the gradient to
+  // it to `d_pre`, to `out` the activation once more, weighted, and to `dot` what product and activation have in common; each
+  // unless null. By row and in the operand type.
+  Activation activation;
+  void *pre, *d_pre;
+  int64_t pre_stride, d_pre_stride;
+  bool pre_vector;  // of both, and of a bias before the activation
 };
 
 struct GemmProblem {
@@ -81,6 +102,8 @@ struct GemmProblem {
   int64_t w_expert_bytes;
   uint32_t w_row_bytes;  // rows of w lie along its contiguous dimension
   Major w_major;
+  bool split;  // a tile's columns are of either half of w's,
+  int gap;     // between which there are so many; 0: they lie side by side
   Schedule schedule;
   Raster raster;
   Epilogue epilogue;

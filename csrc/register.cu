@@ -177,20 +177,15 @@ void run(const Config& config, DType type, const Problem& problem, const Launch&
   }
 }
 
-void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const MaybeTensor& row_assignment, int64_t top_k,
-                     bool gather, const MaybeTensor& bias, const MaybeTensor& row_weight, const MaybeTensor& dot_with,
-                     const MaybeTensor& dot, Destination destination, const MaybeTensor& out) {
+// The operands of a product. Without rows or columns there is nothing to launch, and nothing else is looked at.
+GemmProblem product(const Tensor& a, const Tensor& w, const MaybeTensor& row_assignment, int64_t top_k, bool gather) {
   check(w.dim() == 3 && dtype(a) == dtype(w), "w must be [E, N, K] in the type of a");
   GemmProblem p{};
   p.E = size(w, 0), p.N = size(w, 1), p.K = size(w, 2);
   const int64_t S = row_assignment ? row_assignment->numel() : a.size(0);
   check(S <= INT_MAX, "no more than 2^31 - 1 rows");
-  const bool combine = destination == Destination::token;
-  if (S == 0 || p.N == 0) {
-    if (combine && out->numel() > 0) torch::stable::zero_(*const_cast<Tensor*>(&*out));
-    return;
-  }
   p.S = int(S);
+  if (S == 0 || p.N == 0) return p;
   check(a.dim() == 2 && a.size(1) == p.K, "a and w must agree in K");
   p.map = row_map(row_assignment, top_k, S);
   check(a.size(0) == (gather ? S / p.map.top_k : S), "a must have a row for each row or token");
@@ -200,9 +195,51 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
   p.w_major = p.K <= 1 || w.stride(2) == 1 ? Major::k : Major::mn;
   check(p.w_major == Major::k || p.N <= 1 || w.stride(1) == 1, "w must be contiguous in K or in N");
   p.w_row_bytes = row_bytes(w, w.stride(p.w_major == Major::k ? 1 : 2));
+  return p;
+}
 
+void add_bias(GemmProblem& p, const MaybeTensor& bias, const Tensor& w) {
+  if (!bias) return;
+  check(bias->dim() == 2 && bias->size(0) == p.E && bias->size(1) == p.N && dtype(*bias) == dtype(w),
+        "bias must be [E, N] in the type of w");
+  p.epilogue.bias = bias->data_ptr();
+  p.epilogue.bias_stride = row_stride(*bias);
+}
+
+float* row_dots(const GemmProblem& p, const Tensor& dot) {
+  check(flat(dot, ScalarType::Float, pieces(p.N, kTile) * int64_t(p.S)), "dot must be contiguous float32 [ceil(N / 128), S]");
+  return static_cast<float*>(dot.data_ptr());
+}
+
+// boxed_too: whether 16 bytes of all other matrices may be moved at once.
+void multiply(GemmProblem& p, const Tensor& a, const Tensor& w, const Tensor& offs, bool boxed_too, const Clear& clear,
+              const Launch& launch) {
+  // Where gate and up lie side by side in memory, the halves that are brought apart have to begin at 16 bytes too.
+  const bool halves = !p.split || p.w_major == Major::k || p.N / 2 * int64_t(w.element_size()) % 16 == 0;
+  const bool aligned = chunked(a, 1) && chunked(w, p.w_major == Major::k ? 2 : 1) && halves;
+  const bool boxes = boxed_too && boxed(w) && (p.a.gather || boxed(a));
+  const Config& config = choose({Op::gemm, dtype(a), aligned, boxes}, launch);
+  const Epilogue& e = p.epilogue;
+  const bool cover_rest = (e.out || e.d_pre) && e.destination != Destination::token;
+  const Tiles tiles = schedule(offs, p.S, p.E, {kTile, config.short_rows(), cover_rest}, clear, launch);
+  p.schedule = tiles.schedule;
+  const int columns = tile_columns(config, e.through, p.w_major);
+  p.gap = p.split ? (p.N - columns) / 2 : 0;
+  p.raster = raster_of(p, columns, block_count(config, launch) / config.cluster());
+  run(config, dtype(a), p, launch);
+}
+
+void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const MaybeTensor& row_assignment, int64_t top_k,
+                     bool gather, const MaybeTensor& bias, const MaybeTensor& row_weight, const MaybeTensor& dot_with,
+                     const MaybeTensor& dot, Destination destination, const MaybeTensor& out) {
+  GemmProblem p = product(a, w, row_assignment, top_k, gather);
+  const bool combine = destination == Destination::token;
+  if (p.S == 0 || p.N == 0) {
+    if (combine && out->numel() > 0) torch::stable::zero_(*const_cast<Tensor*>(&*out));
+    return;
+  }
   Epilogue& e = p.epilogue;
-  const int64_t targets = combine ? S / p.map.top_k : S;
+  const int64_t tokens = p.S / p.map.top_k, targets = combine ? tokens : p.S;
   e.destination = destination;
   if (out) {
     check(out->dim() == 2 && out->size(0) == targets && out->size(1) == p.N, "out has the wrong shape");
@@ -213,34 +250,21 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
     check(!combine || (e.out_type == DType::float32 && e.out_stride == p.N),
           "rows are added up in float32, in a contiguous tensor");
   }
-  e.row_weight = weights(row_weight, S);
-  if (bias) {
-    check(bias->dim() == 2 && bias->size(0) == p.E && bias->size(1) == p.N && dtype(*bias) == dtype(w),
-          "bias must be [E, N] in the type of w");
-    e.bias = bias->data_ptr();
-    e.bias_stride = row_stride(*bias);
-  }
+  e.row_weight = weights(row_weight, p.S);
+  add_bias(p, bias, w);
   if (dot_with && dot) {
-    check(dot_with->dim() == 2 && dot_with->size(0) == (destination == Destination::row ? S : S / p.map.top_k) &&
+    check(dot_with->dim() == 2 && dot_with->size(0) == (destination == Destination::row ? p.S : tokens) &&
               dot_with->size(1) == p.N && dtype(*dot_with) == dtype(a),
           "dot_with must have a row for each row of the result, in the type of a");
-    check(flat(*dot, ScalarType::Float, pieces(p.N, kTile) * S), "dot must be contiguous float32 [ceil(N / 128), S]");
     e.dot_with = dot_with->data_ptr();
     e.dot_with_stride = row_stride(*dot_with);
     e.dot_vector = vectorizable(*dot_with, 1);
-    e.dot = static_cast<float*>(dot->data_ptr());
+    e.dot = row_dots(p, *dot);
   }
-
   const Launch launch(a);
-  const bool aligned = chunked(a, 1) && chunked(w, p.w_major == Major::k ? 2 : 1);
-  const bool boxes = !(bias && e.dot_with) && boxed(w) && (gather || boxed(a)) && (!out || chunked(*out, 1)) &&
-                     (!bias || chunked(*bias, 1)) && (!e.dot_with || chunked(*dot_with, 1));
-  const Config& config = choose({Op::gemm, dtype(a), aligned, boxes}, launch);
-  const Clear clear = combine ? Clear{static_cast<float*>(e.out), targets * p.N} : Clear{};
-  const Tiles tiles = schedule(offs, p.S, p.E, {kTile, config.short_rows(), e.out && !combine}, clear, launch);
-  p.schedule = tiles.schedule;
-  p.raster = raster_of(p, config.tile_columns, block_count(config, launch) / config.cluster());
-  run(config, dtype(a), p, launch);
+  const bool boxes = !(bias && e.dot_with) && (!out || chunked(*out, 1)) && (!bias || chunked(*bias, 1)) &&
+                     (!e.dot_with || chunked(*dot_with, 1));
+  multiply(p, a, w, offs, boxes, combine ? Clear{static_cast<float*>(e.out), targets * p.N} : Clear{}, launch);
 }
 
 void gemm(const Tensor& a, const Tensor& w, const Tensor& offs, const MaybeTensor& row_assignment, int64_t top_k,
@@ -254,6 +278,72 @@ void gemm_combine(const Tensor& a, const Tensor& w, const Tensor& offs, const Te
                   bool gather, const MaybeTensor& bias, const MaybeTensor& row_weight, const MaybeTensor& dot_with,
                   const MaybeTensor& dot, const Tensor& out) {
   grouped_product(a, w, offs, row_assignment, top_k, gather, bias, row_weight, dot_with, dot, Destination::token, out);
+}
+
+Activation activation(int64_t kind, bool gated, bool interleaved, double limit, double alpha, double up_offset) {
+  check(0 <= kind && kind <= int64_t(ActivationKind::relu2), "no such activation");
+  return {ActivationKind(kind), gated, interleaved && gated, float(limit), float(alpha), float(up_offset)};
+}
+
+bool fits(const Tensor& tensor, int64_t S, int64_t columns) {
+  return tensor.dim() == 2 && tensor.size(0) == S && tensor.size(1) == columns;
+}
+
+bool halves_vectorizable(const Tensor& tensor, const Activation& f) {
+  return vectorizable(tensor, 1) && (!f.gated || f.interleaved || tensor.size(1) % 8 == 0);
+}
+
+void gemm_activation(const Tensor& a, const Tensor& w, const Tensor& offs, const MaybeTensor& row_assignment, int64_t top_k,
+                     bool gather, const MaybeTensor& bias, int64_t kind, bool gated, bool interleaved, double limit,
+                     double alpha, double up_offset, const MaybeTensor& pre, const Tensor& out) {
+  GemmProblem p = product(a, w, row_assignment, top_k, gather);
+  if (p.S == 0 || p.N == 0) return;
+  Epilogue& e = p.epilogue;
+  e.through = Through::activation;
+  e.activation = activation(kind, gated, interleaved, limit, alpha, up_offset);
+  check(!gated || p.N % 2 == 0, "gate and up must have as many columns");
+  p.split = gated && !interleaved;
+  check(fits(out, p.S, gated ? p.N / 2 : p.N), "out must have a row for each row and a column for each result");
+  e.out = out.data_ptr(), e.out_stride = row_stride(out), e.out_type = dtype(out), e.out_vector = vectorizable(out, 1);
+  add_bias(p, bias, w);
+  e.pre_vector = !bias || halves_vectorizable(*bias, e.activation);
+  if (pre) {
+    check(fits(*pre, p.S, p.N) && dtype(*pre) == dtype(a), "pre must have a row for each row of products, in the type of a");
+    e.pre = pre->data_ptr(), e.pre_stride = row_stride(*pre);
+    e.pre_vector &= halves_vectorizable(*pre, e.activation);
+  }
+  const bool boxes = chunked(out, 1) && (!bias || chunked(*bias, 1)) && (!pre || chunked(*pre, 1));
+  multiply(p, a, w, offs, boxes, {}, Launch(a));
+}
+
+void gemm_activation_grad(const Tensor& a, const Tensor& w, const Tensor& offs, const Tensor& row_assignment, int64_t top_k,
+                          bool gather, const Tensor& row_weight, int64_t kind, bool gated, bool interleaved, double limit,
+                          double alpha, double up_offset, const Tensor& pre, const MaybeTensor& dot,
+                          const MaybeTensor& d_pre, const MaybeTensor& weighted) {
+  GemmProblem p = product(a, w, row_assignment, top_k, gather);
+  if (p.S == 0 || p.N == 0) return;
+  Epilogue& e = p.epilogue;
+  e.through = Through::activation_grad;
+  e.activation = activation(kind, gated, interleaved, limit, alpha, up_offset);
+  e.row_weight = weights(row_weight, p.S);
+  const int64_t columns = gated ? 2 * int64_t(p.N) : p.N;
+  check(columns <= INT_MAX, "no dimension may pass 2^31 - 1");
+  check(fits(pre, p.S, columns) && dtype(pre) == dtype(a), "pre must be what was activated, in the type of a");
+  e.pre = pre.data_ptr(), e.pre_stride = row_stride(pre);
+  e.pre_vector = halves_vectorizable(pre, e.activation);
+  if (d_pre) {
+    check(fits(*d_pre, p.S, columns) && dtype(*d_pre) == dtype(a), "d_pre must be like pre");
+    e.d_pre = d_pre->data_ptr(), e.d_pre_stride = row_stride(*d_pre);
+    e.pre_vector &= halves_vectorizable(*d_pre, e.activation);
+  }
+  if (weighted) {
+    check(fits(*weighted, p.S, p.N) && dtype(*weighted) == dtype(a), "weighted must have the activation's shape and type");
+    e.out = weighted->data_ptr(), e.out_stride = row_stride(*weighted), e.out_type = dtype(*weighted);
+    e.out_vector = vectorizable(*weighted, 1);
+  }
+  if (dot) e.dot = row_dots(p, *dot);
+  const bool boxes = chunked(pre, 1) && (!d_pre || chunked(*d_pre, 1)) && (!weighted || chunked(*weighted, 1));
+  multiply(p, a, w, offs, boxes, {}, Launch(a));
 }
 
 // The kernel's output rows follow its operand `a`, contiguous ones its operand `b`: the operands change places where the
@@ -370,6 +460,8 @@ void force(const Tensor&, int64_t configs, int64_t blocks) {
 
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("gemm", TORCH_BOX(&moe::gemm));
+  ops.impl("gemm_activation", TORCH_BOX(&moe::gemm_activation));
+  ops.impl("gemm_activation_grad", TORCH_BOX(&moe::gemm_activation_grad));
   ops.impl("gemm_combine", TORCH_BOX(&moe::gemm_combine));
   ops.impl("weight_grad", TORCH_BOX(&moe::weight_grad));
   ops.impl("sum_rows", TORCH_BOX(&moe::sum_rows));

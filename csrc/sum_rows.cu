@@ -13,6 +13,7 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ Sum
     const int64_t token = i / words, column = i % words * 4;
     const int valid = int(min(p.N - column, int64_t(4)));
     Four<float> sum = {};
+#pragma unroll 4
     for (int j = 0; j < p.top_k; ++j) {
       const int64_t row = token * p.top_k + j;
       typed(p.rows, p.rows_type, [&](const auto* rows) {

@@ -5,8 +5,7 @@
     python examples/train_moe_lm.py --reference                      # experts as a plain torch loop, the same curve
 
 The model is a decoder-only transformer over bytes. In every block the feed-forward part is E SwiGLU experts, of
-which each byte uses k. They are put together from the package's `route`, `gather_gemm` and `gemm_combine`; the
-activation between the two products is torch's. Needs torch, kernels (unless --reference) and matplotlib.
+which each byte uses k: the package's `moe_mlp`. Needs torch, kernels (unless --reference) and matplotlib.
 """
 
 import argparse
@@ -32,9 +31,7 @@ from torch import Tensor, nn
 
 def kernel_experts(kernel, x: Tensor, w_up: Tensor, w_down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
     """SwiGLU experts: x [T,H], w_up [E,2I,H], w_down [E,H,I], expert_ids and weights [T,k] -> float32 [T,H]."""
-    routing = kernel.route(expert_ids, w_up.shape[0])
-    gate, up = kernel.gather_gemm(x, w_up, routing).chunk(2, dim=-1)
-    return kernel.gemm_combine(F.silu(gate) * up, w_down, routing, weights)
+    return kernel.moe_mlp(x, w_up, w_down, expert_ids, weights, out_dtype=torch.float32)
 
 
 def loop_experts(x: Tensor, w_up: Tensor, w_down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:

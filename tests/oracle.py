@@ -2,13 +2,14 @@
 
 Nothing here uses the package. The oracles loop over experts in float64, on the inputs' device, and are differentiable.
 
-T tokens, k experts a token, S = T*k assignments, E experts, K in-features, N out-features. An id outside [0, E) is
-skipped: its row is 0 and takes no part in any gradient.
+T tokens, k experts a token, S = T*k assignments, E experts, K in-features, N out-features; of an MLP H features in and
+out and I between. An id outside [0, E) is skipped: its row is 0 and takes no part in any gradient.
 """
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 DISTRIBUTIONS = (
     "uniform",  # k different experts a token, each as likely
@@ -120,15 +121,71 @@ def grouped_gemm(a, W, sizes):
     return through_experts(a, W, row_experts(sizes, len(a)).to(a.device))
 
 
-def gather_gemm(x, W, ids, bias=None):
+class Form(NamedTuple):
+    """The activation of an MLP."""
+
+    kind: str = "silu"
+    gated: bool = True
+    interleaved: bool = False
+    limit: float | None = None
+    alpha: float | None = None
+
+    def __str__(self):
+        gate = "interleaved" if self.interleaved else "gated" if self.gated else "ungated"
+        limits = [f"{name}={value}" for name, value in (("limit", self.limit), ("alpha", self.alpha)) if value]
+        return "-".join((self.kind, gate, *limits))
+
+    def halves(self, z):
+        """Gate and up, of columns that take turns or stand one half before the other."""
+        half = z.shape[-1] // 2
+        return (z[..., ::2], z[..., 1::2]) if self.interleaved else (z[..., :half], z[..., half:])
+
+    def joined(self, gate, up):
+        return torch.stack((gate, up), -1).flatten(-2) if self.interleaved else torch.cat((gate, up), -1)
+
+    def __call__(self, z):
+        gate, up = self.halves(z) if self.gated else (z, None)
+        clamped = self.kind == "clamped_swiglu"
+        limit = self.limit or (7.0 if clamped else None)
+        alpha = self.alpha or (1.702 if clamped else 1.0)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        value = {
+            "silu": lambda: F.silu(alpha * gate) / alpha,
+            "clamped_swiglu": lambda: gate * torch.sigmoid(alpha * gate),
+            "gelu": lambda: F.gelu(gate),
+            "gelu_tanh": lambda: F.gelu(gate, approximate="tanh"),
+            "relu": lambda: F.relu(gate),
+            "relu2": lambda: F.relu(gate).square(),
+        }[self.kind]()
+        return value if up is None else value * (up + 1 if clamped else up)
+
+
+FORMS = (
+    *(Form(kind, gated) for kind in ("silu", "gelu", "gelu_tanh", "relu", "relu2") for gated in (True, False)),
+    *(Form(kind, True, True) for kind in ("silu", "gelu", "gelu_tanh", "relu", "relu2")),
+    *(Form("clamped_swiglu", True, interleaved) for interleaved in (True, False)),
+    Form("clamped_swiglu", True, True, limit=0.7, alpha=0.5),
+    Form("silu", alpha=1.702),
+    Form("silu", gated=False, alpha=0.25),
+    Form("gelu", limit=0.5),
+)
+
+
+def gather_gemm(x, W, ids, bias=None, form=None):
     order, expert = expert_order(ids, len(W))
-    return through_experts(x[order // max(ids.shape[1], 1)], W, expert, bias)
+    z = through_experts(x[order // max(ids.shape[1], 1)], W, expert, bias)
+    return z if form is None else form(z)  # which is 0 at 0, where rows are skipped
 
 
 def gemm_combine(h, W, ids, weights, bias=None):
     order, expert = expert_order(ids, len(W))
     z = through_experts(h, W, expert, bias)
     return combine(z[order.argsort()], weights, ids, len(W))
+
+
+def moe_mlp(x, w_up, w_down, ids, weights, bias_up=None, bias_down=None, form=None):
+    return gemm_combine(gather_gemm(x, w_up, ids, bias_up, form or Form()), w_down, ids, weights, bias_down)
 
 
 def gradients(function, tensors, dy):

@@ -5,10 +5,12 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import oracle
+import rounding
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-FUNCTIONS = ("moe", "grouped_gemm", "gather_gemm", "gather_gemm+bias", "gemm_combine", "gemm_combine+bias")
+LINEAR = ("moe", "grouped_gemm", "gather_gemm", "gather_gemm+bias", "gemm_combine", "gemm_combine+bias")
+FUNCTIONS = (*LINEAR, "gather_gemm+activation", "moe_mlp+bias")
 
 
 class Problem(NamedTuple):
@@ -18,15 +20,16 @@ class Problem(NamedTuple):
     groups: dict[str, torch.Tensor]  # the expert of each row, for the result ("y") and for the tensors with rows
     dtype: torch.dtype  # of the operands
     weighted_rows: Callable | None = None  # of the tensors' rows and dy's: x, dy, routing weight and expert of each
+    estimates: Callable | None = None  # of the tensors, `every` and dy or None: as in rounding.py
 
     def leaves(self, only=None):
         """The tensors, requiring gradients: all of them or those named. Their strides and storage stay."""
         names = self.tensors if only is None else only
         return {n: t.detach().requires_grad_(n in names) for n, t in self.tensors.items()}
 
-    def absolutes(self):
-        """The tensors' absolute values: the oracles are sums of products, and of these give the sums of |terms|."""
-        return [t.detach().abs() for t in self.tensors.values()]
+    def of_each_expert(self):
+        """The names of the tensors that hold something for each expert."""
+        return [name for name in self.tensors if name.startswith(("W", "w_", "bias"))]
 
     def incoming(self, like, seed=1):
         """A random gradient for the result, exact in the operands' dtype, which the backward casts it to."""
@@ -35,67 +38,98 @@ class Problem(NamedTuple):
         noise = torch.randn(like.shape, generator=generator, device=like.device, dtype=wide)
         return noise.to(self.dtype).to(like.dtype)
 
-    def gradients(self, dy, by_columns=False):
-        """The oracle's gradients by name, and the slack of those that have any.
+    def result(self, cancels=False):
+        """The result as an `Estimate`."""
+        tensors = self.tensors.values()
+        if self.estimates:
+            return self.estimates(*tensors, every=cancels)["y"]
+        want = self.want(*tensors)
+        return rounding.Estimate(want, torch.zeros_like(want), self.want(*absolutes(tensors)))
+
+    def gradients(self, dy, by_columns=False, cancels=False):
+        """The gradients by name, each an `Estimate`.
 
         Narrow operands: a row's weight * dy is rounded to their dtype before it is multiplied for W and bias, where the
         gradient of W is stored by columns weight * x instead: see `oracle.weight_gradient`.
         """
         names, tensors = zip(*self.tensors.items(), strict=True)
-        want, slack = dict(zip(names, oracle.gradients(self.want, tensors, dy), strict=True)), {}
+        if self.estimates:
+            return self.estimates(*tensors, every=cancels, dy=dy)
+        values = oracle.gradients(self.want, tensors, dy)
+        # These functions are sums of products: of absolute values they are the sums of |terms|.
+        terms = oracle.gradients(self.want, absolutes(tensors), dy.abs())
+        found = {
+            name: rounding.Estimate(value, torch.zeros_like(value), term)
+            for name, value, term in zip(names, values, terms, strict=True)
+        }
         if self.dtype.itemsize == 2 and self.weighted_rows:
             x, dy, weights, expert = self.weighted_rows(*tensors, dy)
-            given = dy.to(self.dtype), weights, expert, len(want["W"])
-            want["W"], slack["W"] = oracle.weight_gradient(x.to(self.dtype), *given, by_columns)
+            given = dy.to(self.dtype), weights, expert, len(found["W"].value)
+            value, slack = oracle.weight_gradient(x.to(self.dtype), *given, by_columns)
+            found["W"] = found["W"]._replace(value=value, slack=slack)
             if "bias" in names:
                 ones = x.new_ones(len(x), 1)
-                want["bias"], slack["bias"] = (t[..., 0] for t in oracle.weight_gradient(ones, *given, False))
-        return want, slack
+                value, slack = (t[..., 0] for t in oracle.weight_gradient(ones, *given, False))
+                found["bias"] = found["bias"]._replace(value=value, slack=slack)
+        return found
+
+    def check_result(self, y, cancels=False):
+        """A result against the oracle's; for `cancels` see `check`."""
+        self.compare(y, self.result(cancels), y.dtype, self.groups["y"], cancels)
 
     def check_gradients(self, got, dy, cancels=False):
-        """Gradients by name against the oracle's; for `cancels` see `check`."""
+        """Gradients by name against the oracle's."""
         by_columns = "W" in got and got["W"].shape[2] > 1 and got["W"].stride(2) != 1
-        want, slack = self.gradients(dy, by_columns)
-        if cancels:
-            terms = dict(zip(self.tensors, oracle.gradients(self.want, self.absolutes(), dy.abs()), strict=True))
+        want = self.gradients(dy, by_columns, cancels)
         for name, gradient in got.items():
             dtype = self.tensors[name].dtype
             assert gradient.dtype == dtype, name
-            limit = oracle.tolerance(self.dtype, dtype)
-            floor = oracle.cancellation(terms[name], want[name], self.dtype, dtype) if cancels else None
             try:
-                oracle.assert_close(gradient, want[name], limit, self.groups.get(name), slack.get(name), floor)
+                self.compare(gradient, want[name], dtype, self.groups.get(name), cancels)
             except AssertionError as error:
                 raise AssertionError(f"gradient of {name}: {error}") from None
+
+    def compare(self, got, want, dtype, groups, cancels=False):
+        """`dtype` is what the value was rounded to last, which may since have been cast to a wider one."""
+        floor = oracle.cancellation(want.terms, want.value, self.dtype, dtype) if cancels else None
+        oracle.assert_close(got, want.value, oracle.tolerance(self.dtype, dtype), groups, want.slack, floor)
+
+
+def absolutes(tensors):
+    return [t.detach().abs() for t in tensors]
 
 
 def make(function, T, K, N, E, k, dtype=torch.float32, device="cpu", distribution="uniform", seed=0):
     return build(function, oracle.make(T, K, N, E, k, dtype, device, distribution, seed), seed)
 
 
-def build(function, inputs, seed=0):
+def build(function, inputs, seed=0, form=None):
     """The problem of calling `function` on `inputs`. grouped_gemm and gemm_combine get rows in expert order.
 
-    The ids, or group sizes, follow the tensors to their device, so that a problem can be moved.
+    An MLP has W's in-features in and out, and W's out-features between. The ids, or group sizes, follow the tensors to
+    their device, so that a problem can be moved.
     """
     x, W, ids, weights = inputs
-    E = len(W)
+    dtype, E = x.dtype, len(W)
     order, expert = oracle.expert_order(ids, E)
     by_token = ids[:, 0] if ids.shape[1] else torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
     by_token = torch.where(oracle.is_live(by_token, E), by_token, E)
-    bias = {}
-    if function.endswith("+bias"):
-        generator = torch.Generator(x.device).manual_seed(seed + 1)
-        bias["bias"] = torch.randn(W.shape[:2], generator=generator, device=x.device, dtype=weights.dtype).to(x.dtype)
+    generator = torch.Generator(x.device).manual_seed(seed + 1)
 
-    match function.removesuffix("+bias"):
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device=x.device, dtype=weights.dtype)
+
+    function, *extras = function.split("+")
+    bias = {"bias": normal(*W.shape[:2]).to(dtype)} if "bias" in extras else {}
+
+    match function:
         case "moe":
             return Problem(
                 {"x": x, "W": W, "weights": weights},
                 lambda kernel, x, W, weights, **options: kernel.moe(x, W, ids.to(x.device), weights, **options),
                 lambda x, W, weights: oracle.moe(x, W, ids, weights),
                 {"y": by_token, "x": by_token},
-                x.dtype,
+                dtype,
                 lambda x, W, weights, dy: (
                     *(t.repeat_interleave(ids.shape[1], 0) for t in (x, dy)),
                     weights.flatten(),
@@ -109,7 +143,43 @@ def build(function, inputs, seed=0):
                 lambda kernel, a, W: kernel.grouped_gemm(a, W, sizes.to(a.device)),
                 lambda a, W: oracle.grouped_gemm(a, W, sizes),
                 {"y": expert, "a": expert},
-                x.dtype,
+                dtype,
+            )
+        case "gather_gemm" if "activation" in extras:
+            form = form or (oracle.Form() if W.shape[1] % 2 == 0 else oracle.Form("gelu", gated=False))
+            return Problem(
+                {"x": x, "W": W, **bias},
+                lambda kernel, x, W, **options: kernel.gather_gemm(
+                    x, W, kernel.route(ids.to(x.device), E), **form_options(kernel, form), **options
+                ),
+                lambda x, W, bias=None: oracle.gather_gemm(x, W, ids, bias, form),
+                {"y": expert, "x": by_token},
+                dtype,
+                estimates=lambda x, W, bias=None, **how: rounding.gather_gemm(form, x, W, ids, bias, dtype, **how),
+            )
+        case "moe_mlp":
+            form = form or oracle.Form()
+            inner = W.shape[1]
+            w_up = torch.cat([W, (normal(*W.shape) / max(x.shape[1], 1) ** 0.5).to(dtype)], 1) if form.gated else W
+            w_down = (normal(E, x.shape[1], inner) / max(inner, 1) ** 0.5).to(dtype)
+            biases = {
+                name: normal(*w.shape[:2]).to(dtype)
+                for name, w in (("bias_up", w_up), ("bias_down", w_down))
+                if name in extras or "bias" in extras
+            }
+            return Problem(
+                {"x": x, "w_up": w_up, "w_down": w_down, "weights": weights, **biases},
+                lambda kernel, x, w_up, w_down, weights, **options: kernel.moe_mlp(
+                    x, w_up, w_down, ids.to(x.device), weights, **form_options(kernel, form), **options
+                ),
+                lambda x, w_up, w_down, weights, *given: oracle.moe_mlp(
+                    x, w_up, w_down, ids, weights, **dict(zip(biases, given, strict=True)), form=form
+                ),
+                {"y": by_token, "x": by_token},
+                dtype,
+                estimates=lambda x, w_up, w_down, weights, *given, **how: rounding.moe_mlp(
+                    form, x, w_up, w_down, weights, dict(zip(biases, given, strict=True)), ids, dtype, **how
+                ),
             )
         case "gather_gemm":
             return Problem(
@@ -119,7 +189,7 @@ def build(function, inputs, seed=0):
                 ),
                 lambda x, W, bias=None: oracle.gather_gemm(x, W, ids, bias),
                 {"y": expert, "x": by_token},
-                x.dtype,
+                dtype,
             )
         case "gemm_combine":
             return Problem(
@@ -129,7 +199,7 @@ def build(function, inputs, seed=0):
                 ),
                 lambda h, W, weights, bias=None: oracle.gemm_combine(h, W, ids, weights, bias),
                 {"y": by_token, "h": expert},
-                x.dtype,
+                dtype,
                 lambda h, W, weights, *bias_dy: (
                     h,
                     bias_dy[-1][order // max(ids.shape[1], 1)],
@@ -137,6 +207,12 @@ def build(function, inputs, seed=0):
                     expert,
                 ),
             )
+
+
+def form_options(kernel, form):
+    """An `oracle.Form` as the functions take it."""
+    activation = kernel.Activation(form.kind, form.limit, form.alpha)
+    return {"activation": activation, "gated": form.gated, "interleaved": form.interleaved}
 
 
 def run(kernel, problem, dy=None, only=None, **options):
@@ -155,11 +231,7 @@ def check(kernel, problem, dy=None, cancels=False, **options):
     `cancels` allows for results of so few values, of any sizes and seed, that the terms of all of them may cancel.
     """
     y, gradients = run(kernel, problem, dy, **options)
-    want = problem.want(*problem.tensors.values())
-    floor = None
-    if cancels:
-        floor = oracle.cancellation(problem.want(*problem.absolutes()), want, problem.dtype, y.dtype)
-    oracle.assert_close(y, want, oracle.tolerance(problem.dtype, y.dtype), problem.groups["y"], floor=floor)
+    problem.check_result(y, cancels)
     problem.check_gradients(gradients, problem.incoming(y) if dy is None else dy, cancels)
     return y
 

@@ -9,16 +9,27 @@ import pytest
 import torch
 
 T, K, N, E, k = 20, 32, 24, 4, 2
-SIZES = {"T": T, "K": K, "N": N, "E": E, "k": k, "S": T * k}
+SIZES = {"T": T, "K": K, "N": N, "E": E, "k": k, "S": T * k, "H": K, "I": N, "2I": 2 * N}
 TENSORS = {  # of each function: its tensor arguments and their dimensions
     "moe": {"x": "T K", "W": "E N K", "expert_ids": "T k", "topk_weights": "T k"},
     "grouped_gemm": {"a": "S K", "W": "E N K", "group_sizes": "E"},
     "route": {"expert_ids": "T k"},
     "gather_gemm": {"x": "T K", "W": "E N K", "bias": "E N"},
     "gemm_combine": {"h": "S K", "W": "E N K", "topk_weights": "T k", "bias": "E N"},
+    "moe_mlp": {
+        "x": "T H",
+        "w_up": "E 2I H",
+        "w_down": "E H I",
+        "expert_ids": "T k",
+        "topk_weights": "T k",
+        "bias_up": "E 2I",
+        "bias_down": "E H",
+    },
 }
+PRODUCTS = [function for function in TENSORS if function != "route"]
 FIXED_BY = {"gather_gemm": {"routing": "T k S E"}, "gemm_combine": {"routing": "T k S E"}, "route": {}}
-INTEGERS, WEIGHTS, OPERANDS = ("expert_ids", "group_sizes"), ("topk_weights",), ("x", "a", "h", "W", "bias")
+INTEGERS, WEIGHTS = ("expert_ids", "group_sizes"), ("topk_weights",)
+OPERANDS = ("x", "a", "h", "W", "bias", "w_up", "w_down", "bias_up", "bias_down")
 SUPPORTED = {
     INTEGERS: ("int8", "int16", "int32", "int64", "uint8"),
     WEIGHTS: ("float32", "bfloat16", "float16", "float64"),
@@ -38,6 +49,15 @@ def right(kernel, function, device):
         "route": {"expert_ids": ids, "num_experts": E},
         "gather_gemm": {"x": x, "W": W, "routing": routing, "bias": bias},
         "gemm_combine": {"h": rows, "W": W, "routing": routing, "topk_weights": weights, "bias": bias},
+        "moe_mlp": {
+            "x": x,
+            "w_up": torch.cat([W, W], 1),
+            "w_down": W.transpose(1, 2),
+            "expert_ids": ids,
+            "topk_weights": weights,
+            "bias_up": torch.cat([bias, bias], 1),
+            "bias_down": torch.ones(E, K, device=device),
+        },
     }[function]
 
 
@@ -106,7 +126,7 @@ def test_sizes_that_disagree(kernel, ops, device, function, name, index, letter,
 def test_not_a_tensor(kernel, ops, device, function, name):
     arguments = right(kernel, function, device)
     for wrong in (arguments[name].tolist(), arguments[name].cpu().numpy(), 3.0, None):
-        if wrong is None and name == "bias":
+        if wrong is None and name.startswith("bias"):
             continue
         spoilt = arguments | {name: wrong}
         refused(kernel, ops, function, spoilt, [name], "tensor", type(wrong).__name__, error=TypeError)
@@ -128,7 +148,7 @@ def test_dtype(kernel, ops, device, kinds):
             refused(kernel, ops, function, arguments | {name: wrong}, [name], *expected, str(dtype))
 
 
-@pytest.mark.parametrize("function", ["moe", "grouped_gemm", "gather_gemm", "gemm_combine"])
+@pytest.mark.parametrize("function", PRODUCTS)
 def test_mixed_operand_dtypes(kernel, ops, device, function):
     arguments = right(kernel, function, device)
     first, *rest = (name for name in TENSORS[function] if name in OPERANDS)
@@ -141,7 +161,7 @@ def test_mixed_operand_dtypes(kernel, ops, device, function):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("function", ["moe", "grouped_gemm", "gather_gemm", "gemm_combine"])
+@pytest.mark.parametrize("function", PRODUCTS)
 def test_float64_is_for_the_cpu(kernel, ops, function):
     arguments = right(kernel, function, "cuda")
     arguments |= {name: t.double() for name, t in arguments.items() if name in OPERANDS}
@@ -197,7 +217,7 @@ def test_more_experts_than_int32_counts(kernel, ops, device, function):
     refused(kernel, ops, function, arguments, ["W"], "2**31", str([2**31, N, K]))
 
 
-@pytest.mark.parametrize("function", ["moe", "grouped_gemm", "gather_gemm", "gemm_combine"])
+@pytest.mark.parametrize("function", PRODUCTS)
 def test_tensors_that_are_not_plain(kernel, ops, device, function):
     """A tensor made of tensors would run the ops for each of them, into one result; a nested one has no shape."""
     from torch.testing._internal.two_tensor import TwoTensor
@@ -249,7 +269,7 @@ def test_more_rows_than_int32_counts(kernel, ops, device, function):
     refused(kernel, ops, function, arguments, [name], "2**31", str(found))
 
 
-@pytest.mark.parametrize("function", ["moe", "gather_gemm", "gemm_combine"])
+@pytest.mark.parametrize("function", ["moe", "gather_gemm", "gemm_combine", "moe_mlp"])
 @pytest.mark.parametrize(
     "wrong", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float64, "float32"]
 )

@@ -13,14 +13,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 @pytest.mark.parametrize("N", [1, 2, 3, 7, 8, 9, 15, 31, 63, 64, 65, 127, 129, 255, 257, 2816])
 def test_out_features(kernel, device, N):
     for dtype in DTYPES:
-        for function in ("moe", "grouped_gemm", "gather_gemm+bias"):
+        for function in ("moe", "grouped_gemm", "gather_gemm+bias", "gather_gemm+activation", "moe_mlp+bias"):
             problems.check(kernel, problems.make(function, 37, 24, N, 5, 2, dtype, device))
 
 
 @pytest.mark.parametrize("K", [1, 2, 3, 7, 8, 9, 15, 17, 31, 33, 63, 65, 100, 127, 129, 1025])
 def test_in_features(kernel, device, K):
     for dtype in DTYPES:
-        for function in ("moe", "grouped_gemm", "gemm_combine+bias"):
+        for function in ("moe", "grouped_gemm", "gemm_combine+bias", "moe_mlp+bias"):
             problems.check(kernel, problems.make(function, 37, K, 12, 5, 2, dtype, device))
 
 
@@ -28,7 +28,7 @@ def test_in_features(kernel, device, K):
 def test_tokens(kernel, device, T):
     """One expert with T rows, so that the rows end at, before and behind the edge of a tile."""
     for dtype in DTYPES:
-        for function in ("moe", "grouped_gemm", "gather_gemm", "gemm_combine"):
+        for function in ("moe", "grouped_gemm", "gather_gemm", "gemm_combine", "moe_mlp"):
             problems.check(kernel, problems.make(function, T, 40, 24, 3, 1, dtype, device, "single"))
 
 
@@ -38,18 +38,18 @@ def test_experts(kernel, device, E):
     for dtype in DTYPES:
         inputs = oracle.make(64, 8, 8, E, min(2, E), dtype, device)
         inputs.ids[0, -1], inputs.ids[0, 0] = 0, E - 1
-        for function in ("moe", "grouped_gemm"):
+        for function in ("moe", "grouped_gemm", "moe_mlp+bias"):
             problem = problems.build(function, inputs)
             problems.check(kernel, problem)
-            _, gradients = problems.run(kernel, problem, only=("W",))
-            assert gradients["W"][0].any() and gradients["W"][-1].any()
+            _, gradients = problems.run(kernel, problem, only=problem.of_each_expert())
+            assert all(gradient[0].any() and gradient[-1].any() for gradient in gradients.values())
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 3, 7, 8, 9, 10, 14, 22, 32, 33, 64])
 def test_experts_a_token(kernel, device, k):
     """Each slot counts, in the result and in the gradient of the routing weights; so does k = E."""
     for dtype in DTYPES:
-        for function in ("moe", "gather_gemm", "gemm_combine+bias"):
+        for function in ("moe", "gather_gemm", "gemm_combine+bias", "moe_mlp+bias"):
             problem = problems.make(function, 19, 16, 8, 64, k, dtype, device)
             problems.check(kernel, problem)
             with problems.deterministic():
@@ -65,7 +65,7 @@ def test_nothing_to_do(kernel, place, function, T, distribution):
     problem = problems.make(function, T, 32, 24, 4, 2, place.dtype, place.device, distribution)
     y = problems.check(kernel, problem)
     assert not y.any()
-    assert not y.numel() or y.stride() == (24, 1)
+    assert not y.numel() or y.stride() == (y.shape[1], 1)
 
 
 def behind(values, pad):
@@ -81,12 +81,14 @@ def behind(values, pad):
 @pytest.mark.parametrize("K, N", [(1, 1), (7, 9), (33, 65), (72, 136), (100, 257)])
 def test_nothing_beyond_an_operand_counts(kernel, setting, K, N, pad):
     """NaN right behind every row of every operand and of the incoming gradient: a tile that overlaps it masks it."""
-    for function in ("moe", "gather_gemm+bias", "gemm_combine+bias"):
+    for function in ("moe", "gather_gemm+bias", "gemm_combine+bias", "gather_gemm+activation", "moe_mlp+bias"):
         problem = problems.make(function, 70, K, N, 4, 2, setting.dtype, setting.device, "skipped")
         dy = problem.incoming(problem.call(kernel, **problem.tensors))
         surrounded = {name: behind(t, pad) for name, t in problem.tensors.items()}
         problems.check(kernel, problem._replace(tensors=surrounded), behind(dy, pad))
-        surrounded["W"] = behind(problem.tensors["W"].transpose(1, 2), pad).transpose(1, 2)
+        for name, t in problem.tensors.items():
+            if t.dim() == 3:
+                surrounded[name] = behind(t.transpose(1, 2), pad).transpose(1, 2)
         problems.check(kernel, problem._replace(tensors=surrounded), behind(dy, pad))
 
 
@@ -106,9 +108,8 @@ def test_nan_behind_skipped_ids_stays_there(kernel, place, function):
 @pytest.mark.parametrize("function", problems.FUNCTIONS)
 def test_unused_expert_may_hold_anything(kernel, place, function):
     problem = problems.make(function, 40, 40, 24, 6, 2, place.dtype, place.device, "empty_last")
-    for name in ("W", "bias"):
-        if name in problem.tensors:
-            problem.tensors[name][4:] = float("nan")
+    for name in problem.of_each_expert():
+        problem.tensors[name][4:] = float("nan")
     y, gradients = problems.run(kernel, problem)
     assert y.isfinite().all()
     assert all(g.isfinite().all() for g in gradients.values())
@@ -186,12 +187,12 @@ def test_layout_of_rows(kernel, device, function, layout):
 
 
 @pytest.mark.parametrize("layout", WEIGHTS)
-@pytest.mark.parametrize("function", ["moe", "grouped_gemm", "gather_gemm", "gemm_combine"])
+@pytest.mark.parametrize("function", ["moe", "grouped_gemm", "gather_gemm", "gemm_combine", "moe_mlp"])
 def test_layout_of_weights(kernel, device, function, layout):
     for dtype in DTYPES:
         problem = problems.make(function, 30, 64, 40, 5, 3, dtype, device)
-        view = WEIGHTS[layout](problem.tensors["W"])
-        problems.check(kernel, problem._replace(tensors=problem.tensors | {"W": view}))
+        views = {name: WEIGHTS[layout](t) if t.dim() == 3 else t for name, t in problem.tensors.items()}
+        problems.check(kernel, problem._replace(tensors=views))
 
 
 @pytest.mark.parametrize(

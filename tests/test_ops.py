@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import oracle
 import pytest
 import torch
-from conftest import forced_settings
+from conftest import forced_settings, load_kernel, load_part
 
 FENCE = 64  # elements of NaN before and behind an output, which keep it 16-byte aligned
 DOT_COLUMNS = 128
@@ -143,6 +143,69 @@ def test_row_dot_of_infinities(ops, setting):
     ops.gemm(rows.x, W, rows.offs, rows.row_assignment, rows.k, True, True, None, None, other, dot, None)
     infinite = torch.arange(rows.S, device=setting.device) // rows.k == 7
     assert (dot.sum(0)[infinite] == float("inf")).all() and dot.sum(0)[~infinite].isfinite().all()
+
+
+def form_arguments(form):
+    """An `oracle.Form` as the ops are told of it."""
+    activation = load_kernel().Activation(form.kind, form.limit, form.alpha)
+    return load_part("activation").Form.of(activation, form.gated, form.interleaved)
+
+
+@pytest.mark.parametrize("form", oracle.FORMS, ids=str)
+def test_gemm_activation(ops, setting, form):
+    """Of the product before it is rounded, which is kept beside it or not."""
+    for columns, gather, bias, kept in itertools.product((24, 200), *[[False, True]] * 3):
+        rows = Rows(40, 72, columns, 5, 3, setting.dtype, setting.device)
+        z, _ = rows.product(bias, False)
+        width = columns // 2 if form.gated else columns
+        for out in dict.fromkeys((rows.dtype, rows.wide)):
+            with (
+                fenced(rows.S, columns, dtype=rows.dtype, device=setting.device) as pre,
+                fenced(rows.S, width, dtype=out, device=setting.device) as result,
+            ):
+                ops.gemm_activation(
+                    rows.x if gather else rows.x[rows.token], rows.W, rows.offs, rows.row_assignment, rows.k, gather,
+                    rows.bias if bias else None, *form_arguments(form), pre if kept else None, result,
+                )  # fmt: skip
+                oracle.assert_close(result, form(z), tolerance(rows, result), rows.expert)
+                if kept:
+                    oracle.assert_close(pre, z, tolerance(rows, pre), rows.expert)
+                else:
+                    assert pre.isnan().all()
+
+
+@pytest.mark.parametrize("form", oracle.FORMS, ids=str)
+def test_gemm_activation_grad(ops, setting, form):
+    """Each of the three results alone and with the others; each is rounded once."""
+    for N, gather in itertools.product((12, 200), (False, True)):
+        rows = Rows(40, 72, N, 5, 3, setting.dtype, setting.device)
+        columns = 2 * N if form.gated else N
+        pre = oracle.make(rows.S, columns, 1, 1, 1, setting.dtype, setting.device, seed=3).x
+        d, weighted_d = rows.product(False, True)
+        (want_pre,) = oracle.gradients(form, [pre], weighted_d)
+        h = form(pre.double())
+        live = (rows.expert < rows.E)[:, None]
+        want_weighted = torch.where(live, rows.weights[rows.order].double()[:, None] * h, 0.0)
+        pre = pre.where(live, float("nan"))
+        for has_dot, has_pre, has_weighted in itertools.product([False, True], repeat=3):
+            with (
+                fenced(-(-N // DOT_COLUMNS), rows.S, dtype=rows.wide, device=setting.device, fill=0) as dot,
+                fenced(rows.S, columns, dtype=rows.dtype, device=setting.device) as d_pre,
+                fenced(rows.S, N, dtype=rows.dtype, device=setting.device) as weighted,
+            ):
+                ops.gemm_activation_grad(
+                    rows.x if gather else rows.x[rows.token], rows.W, rows.offs, rows.row_assignment, rows.k, gather,
+                    rows.weights, *form_arguments(form), pre, dot if has_dot else None, d_pre if has_pre else None,
+                    weighted if has_weighted else None,
+                )  # fmt: skip
+                if has_dot:
+                    assert_dots(dot, rows, dots(d, h))
+                if has_pre:
+                    oracle.assert_close(d_pre, want_pre, tolerance(rows, d_pre), rows.expert)
+                if has_weighted:
+                    oracle.assert_close(weighted, want_weighted, tolerance(rows, weighted), rows.expert)
+                assert (has_dot or not dot.any()) and (has_pre or d_pre.isnan().all())
+                assert has_weighted or weighted.isnan().all()
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
@@ -313,6 +376,20 @@ def samples(name, device):
                 yield rows.x, rows.W, *index, True, None, None, None, None, new(T, 24)
                 yield strided, W, *index, True, rows.bias, rows.weights, rows.dy, new(1, rows.S), new(T, 24)
                 yield strided[rows.token], W, *index, False, None, rows.weights, None, None, new(T, 24)
+            case "gemm_activation":
+                for form, width in ((oracle.Form(), 12), (oracle.Form("gelu", gated=False), 24)):
+                    of = form_arguments(form)
+                    yield rows.x, rows.W, *index, True, None, *of, None, new(rows.S, width, dtype=dtype)
+                    pre = new(rows.S, 24, dtype=dtype)
+                    yield strided, W, *index, True, rows.bias, *of, pre, new(rows.S, width)
+            case "gemm_activation_grad":
+                of = form_arguments(oracle.Form("clamped_swiglu", interleaved=True))
+                pre = oracle.make(rows.S, 48, 1, 1, 1, dtype, device).x
+                results = new(1, rows.S), new(rows.S, 48, dtype=dtype), new(rows.S, 24, dtype=dtype)
+                yield rows.x, rows.W, *index, True, rows.weights, *of, pre, *results
+                for i in range(3):
+                    one = [result if i == j else None for j, result in enumerate(results)]
+                    yield strided, W, *index, True, rows.weights, *of, pre, *one
             case "weight_grad":
                 yield rows.x, rows.dy, *index, True, True, rows.weights, False, new(3, 24, 16, dtype=dtype)
                 yield strided, rows.dy, *index, True, True, None, True, new(3, 16, 24).transpose(1, 2)
@@ -328,7 +405,19 @@ def samples(name, device):
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("name", ["gemm", "gemm_combine", "weight_grad", "sum_rows", "route", "group_ends"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemm",
+        "gemm_activation",
+        "gemm_activation_grad",
+        "gemm_combine",
+        "weight_grad",
+        "sum_rows",
+        "route",
+        "group_ends",
+    ],
+)
 def test_opcheck(ops, device, name):
     """Schema, autograd registration, fake kernels and AOT dispatch."""
     for arguments in samples(name, device):

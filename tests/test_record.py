@@ -1,5 +1,6 @@
 """The GPU record and its tools: README in step with it, its form, how measurements enter it, that failures show."""
 
+import argparse
 import copy
 import json
 import os
@@ -7,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compare
+import memory
 import pytest
 import readme_tables
 import record as records
 import record_gpu
+import shapes
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +30,15 @@ SWEEP_ROW = {
     **{**ROW, "shape": "qwen3-up", "bytes_saved": 65_000},
     **{"peers_bytes_peak": {"unfused": 10**9}, "peers_bytes_saved": {}},
 }
+MLP_ROW = {
+    **{**ROW, "op": "moe_mlp", "shape": "mlp", "T": 32768, "K": 2048, "N": 2048, "I": 768, "E": 128, "k": 8},
+    **{"ms": 4.0, "tflops": 618.5, "dense_ms": 3.6, "bytes_peak": 2 * 10**9, "peers": {"SonicMoE": 4.4}},
+}
+MEMORY_ROW = {
+    **{name: MLP_ROW[name] for name in (*records.KIND, "source_digest", "date")},
+    **{"pass": "fwd+bwd", "bytes_peak": 2 * 10**9, "bytes_saved": 808_000_000},
+    **{"peers_bytes_peak": {"unfused": 7 * 10**9}, "peers_bytes_saved": {"unfused": 4 * 10**9}},
+}
 RECORD = {
     **{"gpu": "NVIDIA Test 1", "torch": "2.11.0", "cuda": "13.0"},
     "tests": {"passed": 10, "failed": 0, "skipped": 1, **STAMP},
@@ -33,13 +46,14 @@ RECORD = {
     "correctness": [
         {"name": "moe", "dtype": "fp32", "metric": "max relative", "value": 1e-6, "limit": 1e-5, **STAMP},
     ],
-    "rows": [ROW, {**ROW, "pass": "fwd+bwd", "ms": 0.6, "peers": {}}],
+    "rows": [ROW, {**ROW, "pass": "fwd+bwd", "ms": 0.6, "peers": {}}, MLP_ROW],
     "sweeps": [SWEEP_ROW, {**SWEEP_ROW, "distribution": "zipf", "ms": 0.25, "bytes_peak": 33_619_968, "peers": {}}],
+    "memory": [MEMORY_ROW, {**MEMORY_ROW, "op": "moe_mlp(rounded)", "bytes_peak": 3 * 10**9}],
 }
 MACHINE = {name: RECORD[name] for name in records.MACHINE}
 README = (
     "before\n<!-- table:correctness -->\n<!-- /table -->\n<!-- table:speed -->\nlast year\n<!-- /table -->\n"
-    "<!-- table:sweeps -->\n<!-- /table -->\nafter\n"
+    "<!-- table:mlp -->\n<!-- /table -->\n<!-- table:sweeps -->\n<!-- /table -->\nafter\n"
 )
 
 
@@ -81,6 +95,8 @@ def test_the_form_accepts_a_record_and_part_of_one():
             changed(sweeps=[{**SWEEP_ROW, "peers_bytes_peak": {"unfused": 1.5}}]),
             ["record.sweeps[0].peers_bytes_peak.unfused is 1.5"],
         ),
+        (changed(memory=[{**MEMORY_ROW, "bytes_saved": 0.5}]), ["record.memory[0].bytes_saved is 0.5"]),
+        (changed(memory=[{**MEMORY_ROW, "ms": 1.0}]), ["record.memory[0] should not have ms"]),
         (changed(notes="fast"), ["record should not have notes"]),
     ],
 )
@@ -92,11 +108,13 @@ def test_rows_replace_those_of_their_kind():
     again = {**ROW, "ms": 0.15}
     other = {**ROW, "path": "wgmma"}
     result = records.merged(RECORD, {**MACHINE, "rows": [other, again]})
-    assert result["rows"] == [again, RECORD["rows"][1], other]
+    assert result["rows"] == [again, *RECORD["rows"][1:], other]
     assert {**result, "rows": None} == {**RECORD, "rows": None}
 
 
-@pytest.mark.parametrize("name, item", [("correctness", {"name": "grouped_gemm"}), ("sweeps", {"T": 1024})])
+@pytest.mark.parametrize(
+    "name, item", [("correctness", {"name": "grouped_gemm"}), ("sweeps", {"T": 1024}), ("memory", {"T": 1})]
+)
 def test_other_parts_are_replaced_whole(name, item):
     part = [{**RECORD[name][0], **item}]
     assert records.merged(RECORD, {**MACHINE, name: part}) == changed(**{name: part})
@@ -155,6 +173,30 @@ def test_tables_show_the_sweeps():
     assert "points failed" not in text and "**1 of 1 points failed.**" in tables(changed(sweeps=[failed]))
 
 
+def test_mlps_have_a_table_of_their_own():
+    text = tables(RECORD)
+    speed, mlp = (text[text.index(f"<!-- table:{name}") :].split("<!-- /table -->")[0] for name in ("speed", "mlp"))
+    assert "moe_mlp" not in speed and "moe seed" not in mlp
+    assert "SonicMoE" not in speed and "× unfused" not in mlp
+    assert "`moe_mlp`, forward in bf16, is 0.90 to 0.90 times dense, 1.10 to 1.10 times SonicMoE." in mlp
+    assert "|  | T, H, I, E, k | dtype | kernels | pass | ms | TFLOP/s | of dense | × SonicMoE | peak MB |" in mlp
+    assert "| moe_mlp mlp | 32768, 2048, 768, 128, 8 | bf16 | mma | fwd | 4.000 | 618 | 0.90 | 1.10 | 2000 |" in mlp
+    assert "1343 MB of gradients included" in mlp
+    assert "| moe_mlp | 942 | 1.00 | 2000 | 1.00 |\n| moe_mlp(rounded) | 942 | 1.00 | 3000 | 1.50 |" in mlp
+    assert "| unfused | 4134 | 4.40 | 7000 | 3.50 |" in mlp
+
+
+def test_mlps_that_were_not_measured_do_not_appear():
+    one = changed(rows=[ROW])
+    del one["memory"]
+    assert "moe_mlp" not in tables(one) and tables(one).count(readme_tables.NO_RECORD) == 1
+    assert tables(one, RECORD).count(readme_tables.NO_RECORD) == 0
+    uncounted = {**MEMORY_ROW, "bytes_peak": None, "bytes_saved": None}
+    assert "of gradients" not in tables(changed(memory=[uncounted]))
+    old = {**MEMORY_ROW, "source_digest": BEFORE}
+    assert tables(changed(memory=[old])).count("| moe_mlp † |") == 1
+
+
 def test_tables_show_the_plots_that_are_drawn(monkeypatch, tmp_path):
     monkeypatch.setattr(records, "PLOTS", tmp_path)
     assert "![" not in tables(RECORD)
@@ -165,7 +207,7 @@ def test_tables_show_the_plots_that_are_drawn(monkeypatch, tmp_path):
 
 
 def test_tables_without_a_record_say_so():
-    assert tables().count(readme_tables.NO_RECORD) == 3
+    assert tables().count(readme_tables.NO_RECORD) == 4
 
 
 def test_tables_mark_what_is_older_than_the_sources():
@@ -216,6 +258,12 @@ def test_sanitizer_errors_are_counted():
     assert record_gpu.count_errors("memcheck", "Device not supported\n", 0) is None
 
 
+def test_some_rows_can_be_chosen(monkeypatch):
+    monkeypatch.setattr(record_gpu, "json_of", lambda *command: (list(command), 0))
+    args = argparse.Namespace(ops="moe_mlp", shapes=None, path="mma")
+    assert record_gpu.run_rows(args) == (["compare.py", "--ops=moe_mlp", "--path=mma"], True)
+
+
 def test_a_part_that_fails_is_recorded_and_told(monkeypatch, tmp_path, capsys):
     file = tmp_path / "test.json"
     counts = {"passed": 1, "failed": 2, "skipped": 0}
@@ -263,11 +311,55 @@ def measured(script, tmp_path, *options):
 
 
 def test_speed_is_measured_on_a_cpu_too(tmp_path):
-    rows = measured("compare.py", tmp_path, "--shapes", "cpu-top2", "--dtypes", "fp32")
+    rows = measured("compare.py", tmp_path, "--shapes", "cpu-top2,cpu-mlp", "--dtypes", "fp32")
     assert records.mismatches(rows, [records.ROW]) == []
-    kinds = {(row["op"], row["pass"]) for row in rows}
-    assert kinds == {(op, pass_) for op in ("moe", "grouped_gemm") for pass_ in ("fwd", "fwd+bwd")}
-    assert all(row["ms"] > 0 and set(row["peers"]) == {"loop"} for row in rows)
+    kinds = [(row["op"], row["I"], row["pass"]) for row in rows]
+    ops = {"moe": None, "grouped_gemm": None, "moe_mlp": 64, "moe_mlp(rounded)": 64}
+    assert kinds == [(op, inner, pass_) for op, inner in ops.items() for pass_ in ("fwd", "fwd+bwd")]
+    assert all(row["ms"] > 0 and row["dense_ms"] > 0 and set(row["peers"]) == {"loop"} for row in rows)
+
+
+def test_mlps_are_measured_at_the_shapes_of_models(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--device", "cuda", "--ops", "moe_mlp,moe_mlp(rounded)"])
+    cases = compare.cases(compare.parse_arguments())
+    assert {case.dtype for case in cases} == {"bf16"} and {case.mode for case in cases} == {"eager"}
+    free, rounded = ({case.shape.name for case in cases if case.op == op} for op in ("moe_mlp", "moe_mlp(rounded)"))
+    assert len(free) == 5 and rounded == free - {"mixtral-8x7b"}
+    qwen = next(case.shape for case in cases if case.shape.name == "qwen3-30b-a3b")
+    assert qwen.flops == 6 * 32768 * 8 * 2048 * 768
+    inputs = shapes.draw(next(s for s in shapes.CPU_SHAPES if s.I), torch.float32, "cpu")
+    pre = inputs.x @ inputs.w_up[0].T
+    rows = torch.randn(128, 64) @ inputs.w_down[0].T
+    assert 0.8 < pre.std() < 1.25 and 0.8 < rows.std() < 1.25
+
+
+@pytest.mark.parametrize("op, inner", [("moe", None), ("moe_mlp", 64)])
+def test_peers_compute_what_ours_does(op, inner):
+    """But for torch._grouped_mm, which does a part of moe's work."""
+    shape = shapes.Shape("test", 128, 96, 96, 8, 4, I=inner)
+    inputs = shapes.draw(shape, torch.bfloat16, "cuda" if torch.cuda.is_available() else "cpu")
+    _, others = compare.contenders(compare.Case(op, shape, "bf16", "eager", "fwd"), inputs, "cuda")
+    others.pop("torch._grouped_mm", None)
+    assert "unfused" in others
+    for name, other in others.items():
+        if compare.runs_at_all(name, other):
+            compare.check_agreement(other(), inputs, op)
+
+
+def test_memory_is_measured_on_a_cpu_too(tmp_path):
+    rows = measured("memory.py", tmp_path)
+    assert records.mismatches(rows, [records.MEMORY_ROW]) == []
+    assert [row["op"] for row in rows] == ["moe_mlp", "moe_mlp(rounded)"]
+
+
+@pytest.mark.gpu
+def test_a_gpu_keeps_what_an_mlp_is_the_activation_of():
+    shape = shapes.Shape("test", 1024, 256, 256, 8, 4, I=192)
+    row = memory.measure(compare.Case("moe_mlp", shape, "bf16", "eager", "fwd+bwd"), "cuda")
+    pre = 4 * shape.S * shape.I
+    assert pre <= row["bytes_saved"] < pre + 32 * shape.S
+    assert row["peers_bytes_saved"]["unfused"] >= pre + 2 * shape.S * (shape.K + shape.I + shape.N)
+    assert row["peers_bytes_peak"]["unfused"] > row["bytes_peak"]
 
 
 def test_correctness_is_measured_on_a_cpu_too(tmp_path):

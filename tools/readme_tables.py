@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Write README's tables from the records in benchmarks/results; with --check, only say whether they are in step.
 
-A table stands between the lines `<!-- table:NAME -->` and `<!-- /table -->`, NAME being `correctness`, `speed` or
-`sweeps`. With it stand the plots that benchmarks/plot.py has drawn.
+A table stands between the lines `<!-- table:NAME -->` and `<!-- /table -->`, NAME being `correctness`, `speed`,
+`mlp` or `sweeps`. With it stand the plots that benchmarks/plot.py has drawn.
 """
 
 import argparse
 import re
 import sys
+from collections.abc import Iterable
 from itertools import product
 
 import record as records
@@ -58,9 +59,9 @@ def main() -> int:
 
 def with_tables(text: str, found: list[dict], digest: str) -> str:
     """The text with its tables made anew from the records."""
-    for name, table in {"correctness": correctness_table, "speed": speed_table, "sweeps": sweeps_table}.items():
+    for name, table in TABLES.items():
         block = re.compile(rf"(<!-- table:{name} -->\n).*?(<!-- /table -->)", re.DOTALL)
-        body = "\n\n".join(table(record, digest) for record in found) or NO_RECORD
+        body = "\n\n".join(filter(None, (table(record, digest) for record in found))) or NO_RECORD
         text, count = block.subn(lambda m, body=body: f"{m[1]}\n{body}\n\n{m[2]}", text)
         if count != 1:
             raise SystemExit(f"README.md has {count} places for the table {name}, and should have one")
@@ -72,7 +73,8 @@ def correctness_table(record: dict, digest: str) -> str:
     if rows := record.get("correctness"):
         header = ["", "dtype", "error", "measured", "limit", "holds"]
         lines += [markdown(header, [correctness_row(row, digest) for row in rows])]
-    return "\n\n".join(lines + note(record, ("tests", "sanitizer", "correctness"), digest))
+    shown = {part: record[part] for part in ("tests", "sanitizer", "correctness") if part in record}
+    return "\n\n".join(lines + note(shown, digest))
 
 
 def correctness_row(row: dict, digest: str) -> list[str]:
@@ -98,13 +100,31 @@ def errors(count: int | None) -> str:
 
 
 def speed_table(record: dict, digest: str) -> str:
-    found = record.get("rows", [])
+    found = [row for row in record.get("rows", []) if row["I"] is None]
     if not found:
         return f"{heading(record)}\n\n{NO_RECORD}"
+    table = timings(found, dict(zip("TKNEk", "TKNEk")), digest)
+    lines = [heading(record), *plots(record, "peers"), *rates(found, digest), CAPTION, table]
+    return "\n\n".join(lines + note({"rows": found}, digest))
+
+
+def mlp_table(record: dict, digest: str) -> str:
+    found = [row for row in record.get("rows", []) if row["I"] is not None]
+    counted = [row for row in record.get("memory", []) if row["bytes_peak"] is not None]
+    if not found and not counted:
+        return ""
+    lines = [heading(record)]
+    lines += [*rates(found, digest), timings(found, dict(zip("THIEk", "TKIEk")), digest)] if found else []
+    lines += memory(counted, digest) if counted else []
+    return "\n\n".join(lines + note({"rows": found, "memory": counted}, digest))
+
+
+def timings(found: list[dict], sizes: dict[str, str], digest: str) -> str:
+    """sizes: the names that are shown, and those of the rows."""
     peers = list(dict.fromkeys(name for row in found for name in row["peers"]))
     header = [
         "",
-        "T, K, N, E, k",
+        ", ".join(sizes),
         "dtype",
         "kernels",
         "pass",
@@ -115,9 +135,34 @@ def speed_table(record: dict, digest: str) -> str:
         "peak MB",
     ]
     # What was measured on these sources first.
-    rows = [speed_row(row, peers, digest) for row in sorted(found, key=lambda row: row["source_digest"] != digest)]
-    lines = [heading(record), *plots(record, "peers"), *rates(found, digest), CAPTION, markdown(header, rows)]
-    return "\n\n".join(lines + note(record, ("rows",), digest))
+    rows = sorted(found, key=lambda row: row["source_digest"] != digest)
+    return markdown(header, [speed_row(row, sizes.values(), peers, digest) for row in rows])
+
+
+def memory(rows: list[dict], digest: str) -> list[str]:
+    """What a training step of each operation allocates, and of the peers that ran beside the first."""
+    ours = rows[0]
+    T, K, N, I, E, k = (ours[name] for name in ("T", "K", "N", "I", "E", "k"))  # noqa: E741
+    of_x, of_rows = 2 * T * K, 4 * T * k * I
+    gradients = of_x + 2 * E * I * (2 * K + N) + 4 * T * k
+    counted = {row["op"] + mark(row, digest): (row["bytes_saved"], row["bytes_peak"]) for row in rows}
+    counted |= {name: (ours["peers_bytes_saved"][name], peak) for name, peak in ours["peers_bytes_peak"].items()}
+    lines = [
+        [
+            name,
+            f"{(saved + of_x) / 1e6:.0f}",
+            f"{(saved + of_x) / (of_x + of_rows):.2f}",
+            f"{peak / 1e6:.0f}",
+            f"{peak / ours['bytes_peak']:.2f}",
+        ]
+        for name, (saved, peak) in counted.items()
+    ]
+    said = (
+        f"A training step at {ours['shape']} in {ours['dtype']}. *Kept*: by the forward for the backward, x included, "
+        f"and how many times 2·T·H + 4·S·I bytes that is. *Peak*: what a forward and backward allocate beyond the "
+        f"inputs, {gradients / 1e6:.0f} MB of gradients included, and how many times ours that is."
+    )
+    return [said, markdown(["", "kept MB", "of 2·T·H + 4·S·I", "peak MB", "of ours"], lines)]
 
 
 def rates(rows: list[dict], digest: str) -> list[str]:
@@ -144,10 +189,10 @@ def fastest(rows: list[dict], op: str) -> list[dict]:
     return list(found.values())
 
 
-def speed_row(row: dict, peers: list[str], digest: str) -> list[str]:
-    sizes = ", ".join(str(row[name]) for name in ("T", "K", "N", "E", "k"))
+def speed_row(row: dict, sizes: Iterable[str], peers: list[str], digest: str) -> list[str]:
     pass_ = row["pass"] + (", graph" if row["mode"] == "graph" else "")
-    which = [f"{row['op']} {row['shape']}{mark(row, digest)}", sizes, row["dtype"], row["path"], pass_]
+    values = ", ".join(str(row[name]) for name in sizes)
+    which = [f"{row['op']} {row['shape']}{mark(row, digest)}", values, row["dtype"], row["path"], pass_]
     ms = row["ms"]
     if ms is None:
         return [*which, "**failed**", *[""] * (3 + len(peers))]
@@ -169,7 +214,7 @@ def sweeps_table(record: dict, digest: str) -> str:
     table = markdown(header, [skew_row(base[kind], base.get((kind[0], "uniform")), digest) for kind in kinds])
     lines = [heading(record), *plots(record, "skew"), table, *plots(record, "scale", "memory"), *allocations(found)]
     lines += [f"**{failed} of {len(record['sweeps'])} points failed.**"] if failed else []
-    return "\n\n".join(lines + note(record, ("sweeps",), digest))
+    return "\n\n".join(lines + note({"sweeps": record["sweeps"]}, digest))
 
 
 def skew_row(row: dict, uniform: dict | None, digest: str) -> list[str]:
@@ -211,8 +256,9 @@ def mark(item: dict, digest: str) -> str:
     return "" if item["source_digest"] == digest else f" {OLDER}"
 
 
-def note(record: dict, parts: tuple[str, ...], digest: str) -> list[str]:
-    return [OLDER_NOTE] if is_older({part: record[part] for part in parts if part in record}, digest) else []
+def note(shown: dict, digest: str) -> list[str]:
+    """shown: parts of a record, or what a table has of them."""
+    return [OLDER_NOTE] if is_older(shown, digest) else []
 
 
 def is_older(record: dict, digest: str) -> bool:
@@ -229,6 +275,8 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
+
+TABLES = {"correctness": correctness_table, "speed": speed_table, "mlp": mlp_table, "sweeps": sweeps_table}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,14 +17,17 @@ NUMBER, MEASURED, COUNTED = (int, float), (int, float, type(None)), (int, type(N
 STAMP = {"source_digest": str, "date": str}
 CORRECTNESS = {"name": str, "dtype": str, "metric": str, "value": MEASURED, "limit": NUMBER}
 SIZES = {"T": int, "K": int, "N": int, "I": COUNTED, "E": int, "k": int}
-ROW = {
-    **{"op": str, "shape": str, **SIZES, "dtype": str, "path": str, "mode": str, "pass": str, "distribution": str},
-    **{"ms": MEASURED, "tflops": MEASURED, "dense_ms": MEASURED, "bytes_peak": COUNTED, "peers": {str: NUMBER}},
+KIND = {
+    **{"op": str, "shape": str, **SIZES},
+    **{"dtype": str, "path": str, "mode": str, "pass": str, "distribution": str},
 }
-SWEEP_ROW = {
-    **ROW,
-    **{"bytes_saved": COUNTED, "peers_bytes_peak": {str: COUNTED}, "peers_bytes_saved": {str: COUNTED}},
+ROW = {**KIND, "ms": MEASURED, "tflops": MEASURED, "dense_ms": MEASURED, "bytes_peak": COUNTED, "peers": {str: NUMBER}}
+MEMORY = {
+    **{"bytes_peak": COUNTED, "bytes_saved": COUNTED},
+    **{"peers_bytes_peak": {str: COUNTED}, "peers_bytes_saved": {str: COUNTED}},
 }
+SWEEP_ROW = {**ROW, **MEMORY}
+MEMORY_ROW = {**KIND, **MEMORY}
 MACHINE = {"gpu": str, "torch": str, "cuda": str}
 PARTS = {
     "tests": {"passed": int, "failed": int, "skipped": int, **STAMP},
@@ -32,6 +35,7 @@ PARTS = {
     "correctness": [{**CORRECTNESS, **STAMP}],
     "rows": [{**ROW, **STAMP}],
     "sweeps": [{**SWEEP_ROW, **STAMP}],
+    "memory": [{**MEMORY_ROW, **STAMP}],
 }
 ROW_KEY = ("op", "shape", "dtype", "path", "mode", "pass", "distribution")
 

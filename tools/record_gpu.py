@@ -3,6 +3,7 @@
 
     python tools/record_gpu.py                      everything
     python tools/record_gpu.py --only tests,rows    some parts; the others stay as they are
+    python tools/record_gpu.py --only rows --ops moe_mlp --path mma    some rows
 
 The record is written after each part. A part that fails is recorded as it failed, and the exit status is 1.
 Build first (tools/build.py): what is measured is the variant in build/.
@@ -31,6 +32,7 @@ import package  # noqa: E402
 
 SWEEP = records.ROOT / "tools" / "sanitize_sweep.py"
 SHARES = 5  # processes that a sanitizer's sweep is shared among
+ROW_CHOICES = ("ops", "shapes", "path")
 SUMMARIES = {
     "memcheck": re.compile(r"ERROR SUMMARY: (\d+) error"),
     "racecheck": re.compile(r"RACECHECK SUMMARY: (\d+) hazard"),
@@ -43,7 +45,8 @@ def main() -> int:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="the record; benchmarks/results/<gpu>.json if left out"
     )
-    parser.add_argument("--path", help="rows: the kernels to measure, as in benchmarks/compare.py")
+    for choice in ROW_CHOICES:
+        parser.add_argument(f"--{choice}", help="rows: as in benchmarks/compare.py")
     parser.add_argument("--jobs", type=int, help="tests: processes to run them in (needs pytest-xdist)")
     args = parser.parse_args()
     parts = args.only.split(",")
@@ -151,11 +154,16 @@ def run_correctness(args) -> tuple[list, bool]:
 
 
 def run_rows(args) -> tuple[list, bool]:
-    return rows_of("compare.py", *(["--path", args.path] if args.path else []))
+    chosen = {choice: getattr(args, choice) for choice in ROW_CHOICES}
+    return rows_of("compare.py", *(f"--{choice}={value}" for choice, value in chosen.items() if value))
 
 
 def run_sweeps(args) -> tuple[list, bool]:
     return rows_of("sweep.py")
+
+
+def run_memory(args) -> tuple[list, bool]:
+    return rows_of("memory.py")
 
 
 def rows_of(script: str, *options: str) -> tuple[list, bool]:
@@ -181,6 +189,7 @@ PARTS = {
     "correctness": run_correctness,
     "rows": run_rows,
     "sweeps": run_sweeps,
+    "memory": run_memory,
 }
 
 if __name__ == "__main__":

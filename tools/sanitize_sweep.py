@@ -72,9 +72,34 @@ def sweep(dtype: torch.dtype, features: int, outputs: int, transposed: bool = Fa
         y = kernel.gemm_combine(hidden, back, routing, topk_weights, bias=back_bias)
         differentiate(y, x, weight, bias, back, back_bias, topk_weights)
 
+    experts_of_two_matrices(dtype, features, outputs, transposed)
+
     # Groups that leave rows over, some of them empty.
     sizes = torch.tensor([0, 65, 0, 31, 0], device=DEVICE)
     differentiate(kernel.grouped_gemm(x, weight, sizes), x, weight)
+
+
+def experts_of_two_matrices(dtype: torch.dtype, features: int, inner: int, transposed: bool) -> None:
+    """An activation and its gradient, of gate and up in halves, in turn, and without a gate."""
+    ids, x = skewed_ids(2), random(TOKENS, features, dtype=dtype)
+    topk_weights = torch.rand(TOKENS, 2, device=DEVICE, requires_grad=True)
+    for kind, gated, interleaved in (("silu", True, False), ("clamped_swiglu", True, True), ("gelu", False, False)):
+        width = 2 * inner if gated else inner
+        w_up, w_down = random(EXPERTS, width, features, dtype=dtype), random(EXPERTS, features, inner, dtype=dtype)
+        if transposed:
+            w_up = w_up.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+        biases = {"bias_up": random(EXPERTS, width, dtype=dtype), "bias_down": random(EXPERTS, features, dtype=dtype)}
+        form = {"activation": kind, "gated": gated, "interleaved": interleaved}
+        y = kernel.moe_mlp(x, w_up, w_down, ids, topk_weights, **form, **biases)
+        hidden = kernel.gather_gemm(x, w_up, kernel.route(ids, EXPERTS), bias=biases["bias_up"], **form)
+        differentiate(y, x, w_up, w_down, topk_weights, *biases.values())
+        differentiate(hidden, x, w_up)
+        with torch.no_grad():
+            kernel.moe_mlp(x, w_up, w_down, ids, topk_weights, **form)
+        # One gradient of the three.
+        differentiate(
+            kernel.moe_mlp(x.detach(), w_up.detach(), w_down.detach(), ids, topk_weights, **form), topk_weights
+        )
 
 
 def many_groups(dtype: torch.dtype) -> None:

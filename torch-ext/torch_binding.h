@@ -17,6 +17,17 @@ inline constexpr const char* kSchemas[] = {
     "gemm_combine(Tensor a, Tensor w, Tensor offs, Tensor row_assignment, int top_k, bool gather, "
     "Tensor? bias, Tensor? row_weight, Tensor? dot_with, Tensor(a!)? dot, Tensor(b!) out) -> ()",
 
+    // The activation of the product, by row, and to `pre` what it is the activation of. The activation: activation.py.
+    "gemm_activation(Tensor a, Tensor w, Tensor offs, Tensor? row_assignment, int top_k, bool gather, Tensor? bias, "
+    "int kind, bool gated, bool interleaved, float limit, float alpha, float up_offset, "
+    "Tensor(a!)? pre, Tensor(b!) out) -> ()",
+
+    // Behind the product d, the gradient to the activation: from `pre` the activation h once more, <d, h> a row, the
+    // weighted gradient to `pre`, and the weighted h.
+    "gemm_activation_grad(Tensor a, Tensor w, Tensor offs, Tensor row_assignment, int top_k, bool gather, "
+    "Tensor row_weight, int kind, bool gated, bool interleaved, float limit, float alpha, float up_offset, Tensor pre, "
+    "Tensor(a!)? dot, Tensor(b!)? d_pre, Tensor(c!)? weighted) -> ()",
+
     // Per expert, the sum over its rows of the outer products dy x.
     "weight_grad(Tensor x, Tensor dy, Tensor offs, Tensor? row_assignment, int top_k, bool gather_x, bool gather_dy, "
     "Tensor? row_weight, bool accumulate, Tensor(a!) out) -> ()",

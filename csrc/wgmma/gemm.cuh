@@ -9,6 +9,7 @@
 
 #include <cuda.h>
 
+#include "../activation.cuh"
 #include "../config.h"
 #include "../epilogue.cuh"
 #include "../load.cuh"
@@ -21,9 +22,7 @@
 
 namespace moe::wgmma {
 
-constexpr int kCluster = kHopperGemm.cluster(), kTileN = kHopperGemm.tile_columns, kStages = kHopperGemm.stages;
-constexpr int kFours = kTileN / 16;         // of each of a thread's rows
-constexpr int kWithBytes = 8 * kTileN * 2;  // of what eight rows of a warp have their dots taken with
+constexpr int kCluster = kHopperGemm.cluster(), kStages = kHopperGemm.stages;
 // Of an SM's 64 K registers a thread of 384 gets 168 at first; bringing takes few of them, multiplying many.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
@@ -35,29 +34,42 @@ struct Tile {
   int expert, row, rows, column;  // expert kNone: this CTA has none, though the other one may; kNoMore: there are none
   int stages, slot, parity;       // how many, and where in the ring the first one is
   int shares;                     // the cluster's tiles have one expert
+  int told;                       // the parity of being told of it, which the consumer has no register for meanwhile
   int assignment[kTile];
   float weight[kTile];
 };
 
 // W is brought in pieces, which the CTAs of a cluster take in turn where they share it: halves of its rows, or where it is
 // contiguous along n 64 columns by half of k.
-template <Major kMajorW>
+template <Major kMajorW, int kTileN>
 struct Pieces {
   static constexpr bool kAlongK = kMajorW == Major::k;
   static constexpr int kColumns = kAlongK ? kTileK : 64, kRows = kAlongK ? kTileN / 2 : kTileK / 2;  // of a box
   static constexpr int kCount = kAlongK ? 2 : kTileN / 64 * 2;
 };
 
-// What there is besides products and weights; not both.
-enum class Term { none, bias, dot };
+// What there is besides products and weights; a bias may also be activated.
+enum class Term { none, bias, dot, activation, activation_grad };
+
+__host__ __device__ constexpr Through through(Term term) {
+  return term == Term::activation        ? Through::activation
+         : term == Term::activation_grad ? Through::activation_grad
+                                         : Through::nothing;
+}
+
+template <Major kMajorW, Term kTerm>
+constexpr int kTileColumns = tile_columns(kHopperGemm, through(kTerm), kMajorW);
 
 template <typename T, Major kMajorW, Term kTerm>
 __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     gemm(const __grid_constant__ GemmProblem p, const __grid_constant__ CUtensorMap a_map,
          const __grid_constant__ CUtensorMap w_map) {
   constexpr Config kConfig = kHopperGemm;
-  constexpr int kBytesA = kTile * kTileK * 2, kBytesW = kTileN * kTileK * 2, kStageBytes = kConfig.stage_bytes();
-  static_assert(sizeof(T) == 2 && kStageBytes == kBytesA + kBytesW && kConfig.tile_k == kTileK);
+  constexpr int kTileN = kTileColumns<kMajorW, kTerm>, kFours = kTileN / 16;  // of each of a thread's rows
+  constexpr int kBytesA = kTile * kTileK * 2, kBytesW = kTileN * kTileK * 2, kStageBytes = kBytesA + kBytesW;
+  static_assert(sizeof(T) == 2 && kStageBytes <= kConfig.stage_bytes() && kConfig.tile_k == kTileK);
+  constexpr int kWarpBytes = (kConfig.tables_at() - kStages * kStageBytes) / (kConsumers * 4) / 16 * 16;  // behind the ring
+  static_assert(8 * kTileN * 2 <= kWarpBytes);  // what eight rows of a warp have their dots taken with
   static_assert(kConfig.table_bytes() == kConsumers * sizeof(Tile) + (2 * kStages + 2 * kConsumers) * 8);
 
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -133,7 +145,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
         // The cluster's two CTAs go through the ring together.
         tile.stages = rows.expert >= 0 || other_expert >= 0 ? pieces(ptx::keep(p.K), kTileK) : 0;
         tile.shares = rows.expert >= 0 && rows.expert == other_expert;
-        tile.slot = turn.slot, tile.parity = turn.parity;
+        tile.slot = turn.slot, tile.parity = turn.parity, tile.told = table.parity;
       }
       tile.assignment[thread] = assignment;
       tile.weight[thread] = weight;
@@ -167,13 +179,14 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
             if (live) {
               ptx::barrier_arrive_expecting(landed, kBytesW + (p.a.gather ? 0 : kBytesA));
               if (!p.a.gather) ptx::load_box(a, &a_map, landed, k, tile.row);
-              using Piece = Pieces<kMajorW>;
+              using Piece = Pieces<kMajorW, kTileN>;
+              const int column = p.split ? tile.column / 2 : tile.column;
 #pragma unroll 1
               for (int piece = tile.shares ? rank : 0; piece < Piece::kCount; piece += tile.shares ? kCluster : 1) {
                 // From the start of the tile; boxes of 128 bytes a row lie one after the other.
-                const int n = Piece::kAlongK ? piece * Piece::kRows : piece / 2 * 64;
-                const int depth = Piece::kAlongK ? 0 : piece % 2 * Piece::kRows;
-                const int x = Piece::kAlongK ? k : tile.column + n, y = Piece::kAlongK ? tile.column + n : k + depth;
+                const int part = Piece::kAlongK ? piece : piece / 2, n = part * (Piece::kAlongK ? Piece::kRows : 64);
+                const int depth = Piece::kAlongK ? 0 : piece % 2 * Piece::kRows, in_w = column + n + part * p.gap;
+                const int x = Piece::kAlongK ? k : in_w, y = Piece::kAlongK ? in_w : k + depth;
                 if (tile.shares) {
                   ptx::load_box_for_all<kCluster>(w + (n + depth) * 128, &w_map, landed, x, y, tile.expert);
                 } else {
@@ -213,9 +226,10 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     if (consumer == 1) pass_on();  // the other one is the first
     const Tile& tile = tiles[consumer];
     const uint32_t operands_at = ptx::within_cta(stages_at);
-    const uint32_t with_at = stages_at + kStages * kStageBytes + (consumer * 4 + warp) * kWithBytes + lane / 4 * kTileN * 2;
-    for (int parity = 0;; parity ^= 1) {
-      ptx::barrier_wait(tile_full(consumer), parity);
+    unsigned char* const own_bytes = shared + kStages * kStageBytes + (consumer * 4 + warp) * kWarpBytes;
+    const uint32_t with_at = ptx::shared_address(own_bytes) + lane / 4 * kTileN * 2;
+    for (int told = 0;;) {
+      ptx::barrier_wait(tile_full(consumer), told);
       if (tile.expert == kNoMore) break;
       const int stages = tile.stages;
       const bool works = tile.expert >= 0;
@@ -238,8 +252,8 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
       };
       if (kTerm == Term::dot && works) bring(0);
       float sums[2][kTileN / 2] = {};
-      // A consumer begins when all stages of the tile before have landed: a stage's mbarrier tells the phase it is in from the one
-      // before and from no other.
+      // A consumer begins when all stages of the tile before have landed: a stage's mbarrier tells the phase it is in from the
+      // one before and from no other.
       ptx::named_barrier(kTurn + consumer, kConsumers * kWarpgroup);
       const auto multiply = [&](auto halves, auto columns) {
         constexpr int kColumns = decltype(columns)::value;
@@ -274,12 +288,14 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
         for (int half = 0; half < halves; ++half) ptx::wgmma_done(sums[half]);
         if (running >= 0) release(running);
       };
-      // What lies outside of the matrices is not multiplied, as far as that goes in halves and in 64 columns.
-      const bool narrow = p.N - tile.column <= 128, low = tile.rows <= kRows;
-      if (works && narrow) {
-        low ? multiply(Constant<1>{}, Constant<128>{}) : multiply(Constant<2>{}, Constant<128>{});
+      // What lies outside of the matrices is not multiplied, as far as that goes in halves and in 64 columns that are side by
+      // side.
+      const bool low = tile.rows <= kRows;
+      const auto multiply_rows = [&](auto columns) { low ? multiply(Constant<1>{}, columns) : multiply(Constant<2>{}, columns); };
+      if (works && kTileN > 128 && through(kTerm) == Through::nothing && p.N - tile.column <= 128) {
+        multiply_rows(Constant<128>{});
       } else if (works) {
-        low ? multiply(Constant<1>{}, Constant<kTileN>{}) : multiply(Constant<2>{}, Constant<kTileN>{});
+        multiply_rows(Constant<kTileN>{});
       } else {
 #pragma unroll 1
         for (int s = 0; s < stages; ++s, turn.advance()) {
@@ -290,65 +306,105 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
         pass_on();
       }
 
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (tile.rows <= half * kRows) continue;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          // What follows from the thread's number is not held from row to row.
+      if constexpr (through(kTerm) != Through::nothing) {
+        // Few rows of a warp at a time, by way of shared memory.
+        constexpr int kStagedRows = kTileN > 128 ? 4 : 8, kParts = 8 / kStagedRows;
+        static_assert(kStagedRows * kTileN * 4 <= kWarpBytes);
+        const StagedRows<kTileN, true> staged{reinterpret_cast<float*>(own_bytes)};
+#pragma unroll 1
+        for (int step = 0; step < 4 * kParts; ++step) {
           const int own_thread = int(ptx::keep(threadIdx.x) % kWarpgroup), lane = own_thread % 32;
-          const int row = half * kRows + own_thread / 32 * 16 + i * 8 + lane / 4;  // of the tile
-          const int own_column = tile.column + fours_column(lane);
-          const bool own = row < tile.rows;
-          const auto inside = [&](int j) { return own && own_column < p.N - j * 16; };  // N may be near 2^31
-
-          if (kTerm == Term::dot && works) {
-            ptx::wait_copies<0>();
-            __syncwarp();
-            float dot = 0.f;
+          const int first = step / (2 * kParts) * kRows + own_thread / 32 * 16 + step % (2 * kParts) * kStagedRows;
+          const int rows = min(kStagedRows, tile.rows - first), own = lane / 4 - step % kParts * kStagedRows;
+          if (rows <= 0) continue;
 #pragma unroll
-            for (int j = 0; j < kTileN / 8; ++j) {
-              const float2 with = unpack(ptx::load_shared_4(with_at + (j ^ lane / 4) * 16 + lane % 4 * 4), T());
-              if (tile.column + j * 8 >= p.N) continue;  // an infinite row of A makes NaN of the zeros there
-              const float* pair = &sums[half][j * 4 + i * 2];
-              dot = fmaf(pair[0], with.x, fmaf(pair[1], with.y, dot));
+          for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              if (step / kParts != half * 2 + i || unsigned(own) >= kStagedRows) continue;
+              // The four columns of eight that a quarter of the warp writes are turned together.
+              const uint32_t turned = own % 4 * 8, at = ptx::shared_address(staged.data + own * kTileN + lane % 4 * 2);
+#pragma unroll
+              for (int j = 0; j < kTileN / 8; ++j) {
+                ptx::store_shared_8(at + (j * 8 ^ turned) * 4, sums[half][j * 4 + i * 2], sums[half][j * 4 + i * 2 + 1]);
+              }
             }
-            __syncwarp();
-            if (i == 0 || (half == 0 && tile.rows > kRows)) bring(half * 2 + i + 1);
-            dot += __shfl_xor_sync(~0u, dot, 1);
-            dot += __shfl_xor_sync(~0u, dot, 2);
-            // A partial sum a tile, of which there are fewer than `dot` has room for.
-            if (own && lane % 4 == 0) to.dot[int64_t(tile.column / kTileN) * p.S + tile.assignment[row]] = dot;
           }
-          if (!to.out) continue;
-
-          const int by_map = combine ? token_of(row) : tile.assignment[row];
-          const int64_t out_row = by_row ? tile.row + row : by_map;
-          char* out = static_cast<char*>(to.out) + (out_row * to.out_stride + own_column) * size_of(to.out_type);
-          const float weight = tile.weight[row];
-          const T* bias = nullptr;
-          if (kTerm == Term::bias && works) bias = static_cast<const T*>(to.bias) + tile.expert * to.bias_stride + own_column;
-#pragma unroll
-          for (int j = 0; j < kFours; ++j) {
-            Four<float> four = exchange_for_four(sums[half], i, j, lane);
-            if (!inside(j)) continue;
-            if (kTerm == Term::bias && works) {
-              const Four<T> added = load_4(bias + j * 16, 4, true);
-#pragma unroll
-              for (int n = 0; n < 4; ++n) four.value[n] += float(added.value[n]);
-            }
-#pragma unroll
-            for (int n = 0; n < 4; ++n) four.value[n] *= weight;
-            // What is asked of constants is asked anew each time, for the answers would take registers.
-            if (ptx::keep(int(to.destination)) == int(Destination::token)) {
-              ptx::add_16(reinterpret_cast<float*>(out) + j * 16, four.value);
+          __syncwarp();
+          const int columns = min(kTileN, p.N - tile.column);
+          with_form(to.activation, [&](auto form) {
+            const int row = tile.row + first;
+            if constexpr (kTerm == Term::activation) {
+              activate_rows<32, kTileN / 2, true, T>(form, to, tile.expert, p.N, row, tile.column, columns, staged, rows, lane);
             } else {
-              const DType type = DType(ptx::keep(int(to.out_type)));
-              typed(static_cast<void*>(out), type, [&](auto* to_row) { store_4(to_row + j * 16, four, 4, true); });
+              activation_grad_rows<32, kTileN, 4, true, T>(form, to, tile.expert, p.S, p.N, row, tile.column, columns, staged,
+                                                           tile.assignment + first, tile.weight + first, rows, lane);
+            }
+          });
+          __syncwarp();
+        }
+      } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (tile.rows <= half * kRows) continue;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            // What follows from the thread's number is not held from row to row.
+            const int own_thread = int(ptx::keep(threadIdx.x) % kWarpgroup), lane = own_thread % 32;
+            const int row = half * kRows + own_thread / 32 * 16 + i * 8 + lane / 4;  // of the tile
+            const int own_column = tile.column + fours_column(lane);
+            const bool own = row < tile.rows;
+            const auto inside = [&](int j) { return own && own_column < p.N - j * 16; };  // N may be near 2^31
+
+            if (kTerm == Term::dot && works) {
+              ptx::wait_copies<0>();
+              __syncwarp();
+              float dot = 0.f;
+#pragma unroll
+              for (int j = 0; j < kTileN / 8; ++j) {
+                const float2 with = unpack(ptx::load_shared_4(with_at + (j ^ lane / 4) * 16 + lane % 4 * 4), T());
+                if (tile.column + j * 8 >= p.N) continue;  // an infinite row of A makes NaN of the zeros there
+                const float* pair = &sums[half][j * 4 + i * 2];
+                dot = fmaf(pair[0], with.x, fmaf(pair[1], with.y, dot));
+              }
+              __syncwarp();
+              if (i == 0 || (half == 0 && tile.rows > kRows)) bring(half * 2 + i + 1);
+              dot += __shfl_xor_sync(~0u, dot, 1);
+              dot += __shfl_xor_sync(~0u, dot, 2);
+              // A partial sum a tile, of which there are fewer than `dot` has room for.
+              if (own && lane % 4 == 0) to.dot[int64_t(tile.column / kTileN) * p.S + tile.assignment[row]] = dot;
+            }
+            if (!to.out) continue;
+
+            const int by_map = combine ? token_of(row) : tile.assignment[row];
+            const int64_t out_row = by_row ? tile.row + row : by_map;
+            char* out = static_cast<char*>(to.out) + (out_row * to.out_stride + own_column) * size_of(to.out_type);
+            const float weight = tile.weight[row];
+            const T* bias = nullptr;
+            if (kTerm == Term::bias && works) bias = static_cast<const T*>(to.bias) + tile.expert * to.bias_stride + own_column;
+#pragma unroll
+            for (int j = 0; j < kFours; ++j) {
+              Four<float> four = exchange_for_four(sums[half], i, j, lane);
+              if (!inside(j)) continue;
+              if (kTerm == Term::bias && works) {
+                const Four<T> added = load_4(bias + j * 16, 4, true);
+#pragma unroll
+                for (int n = 0; n < 4; ++n) four.value[n] += float(added.value[n]);
+              }
+#pragma unroll
+              for (int n = 0; n < 4; ++n) four.value[n] *= weight;
+              // What is asked of constants is asked anew each time, for the answers would take registers.
+              if (ptx::keep(int(to.destination)) == int(Destination::token)) {
+                ptx::add_16(reinterpret_cast<float*>(out) + j * 16, four.value);
+              } else {
+                const DType type = DType(ptx::keep(int(to.out_type)));
+                typed(static_cast<void*>(out), type, [&](auto* to_row) { store_4(to_row + j * 16, four, 4, true); });
+              }
             }
           }
         }
       }
+      told = tile.told ^ 1;
       ptx::barrier_arrive(tile_empty(consumer));
     }
   }

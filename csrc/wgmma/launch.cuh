@@ -66,7 +66,8 @@ cudaError_t start_gemm(const Config& config, const GemmProblem& p, int blocks, c
     const Dimension dimensions[] = {{uint64_t(p.K), 0}, {uint64_t(p.S), p.a.row_bytes}};
     if (const cudaError_t error = make_map(&a_map, kType<T>, p.a.data, dimensions, kTileK, kTile)) return error;
   }
-  using Piece = Pieces<kMajorW>;
+  constexpr int kTileN = kTileColumns<kMajorW, kTerm>;
+  using Piece = Pieces<kMajorW, kTileN>;
   const uint64_t N = p.N, K = p.K;
   const Dimension dimensions[] = {
       {Piece::kAlongK ? K : N, 0}, {Piece::kAlongK ? N : K, p.w_row_bytes}, {uint64_t(p.E), uint64_t(p.w_expert_bytes)}};
@@ -78,6 +79,10 @@ cudaError_t start_gemm(const Config& config, const GemmProblem& p, int blocks, c
 
 template <typename T, Major kMajorW>
 cudaError_t start_gemm(const Config& config, const GemmProblem& p, int blocks, cudaStream_t stream) {
+  if (p.epilogue.through == Through::activation) return start_gemm<T, kMajorW, Term::activation>(config, p, blocks, stream);
+  if (p.epilogue.through == Through::activation_grad) {
+    return start_gemm<T, kMajorW, Term::activation_grad>(config, p, blocks, stream);
+  }
   if (p.epilogue.bias) return start_gemm<T, kMajorW, Term::bias>(config, p, blocks, stream);
   if (p.epilogue.dot_with) return start_gemm<T, kMajorW, Term::dot>(config, p, blocks, stream);
   return start_gemm<T, kMajorW, Term::none>(config, p, blocks, stream);

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < kGradStages; ++slot) {
       ptx::barrier_init(full(slot), kWarpgroup + kWarpgroup / 32);  // every thread's copies, and every warp's weights
-      ptx::barrier_init(empty(slot), kConsumers * 4);
+      ptx::barrier_init(empty(slot), kConsumers * kWarpgroup);
     }
     ptx::barrier_init(tile_full, 1);
     ptx::barrier_init(tile_empty, kConsumers * kWarpgroup);
@@ -192,8 +192,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
         }
         ptx::wgmma_commit();
         ptx::wgmma_wait<1>();
-        __syncwarp();  // all lanes have read what lane 0 gives back
-        if (running >= 0 && lane == 0) ptx::barrier_arrive(empty(running));
+        if (running >= 0) ptx::barrier_arrive(empty(running));
         running = turn.slot;
         turn.advance();
       };
@@ -204,8 +203,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
       }
       ptx::wgmma_wait<0>();
       ptx::wgmma_done(sums);
-      __syncwarp();
-      if (running >= 0 && lane == 0) ptx::barrier_arrive(empty(running));
+      if (running >= 0) ptx::barrier_arrive(empty(running));
       if (stages == 0 && p.accumulate) continue;
 
       // Results leave by the copy engine, a box being written while the one before is under way; it leaves out what lies

@@ -1,12 +1,23 @@
 """Grouped GEMM with the token permutation of Mixture-of-Experts layers fused into it, differentiable end to end.
 
-`moe` multiplies each token by its experts' matrices and sums the results by routing weight. `grouped_gemm` multiplies
-rows that are grouped already. `route`, `gather_gemm` and `gemm_combine` are the pieces for expert MLPs with an
-activation of one's own between two products; `weight_grad` is the gradient of an expert matrix.
+`moe` multiplies each token by its experts' matrices and sums the results by routing weight; `moe_mlp` does so with
+expert MLPs of two matrices. `grouped_gemm` multiplies rows that are grouped already. `route`, `gather_gemm` and
+`gemm_combine` are the pieces for MLPs of one's own; `weight_grad` is the gradient of an expert matrix.
 """
 
 from . import fake, reference  # noqa: F401  (their import registers the fake and the CPU kernels)
-from .functional import gather_gemm, gemm_combine, grouped_gemm, moe, route, weight_grad
+from .activation import Activation
+from .functional import gather_gemm, gemm_combine, grouped_gemm, moe, moe_mlp, route, weight_grad
 from .routing import Routing
 
-__all__ = ["Routing", "gather_gemm", "gemm_combine", "grouped_gemm", "moe", "route", "weight_grad"]
+__all__ = [
+    "Activation",
+    "Routing",
+    "gather_gemm",
+    "gemm_combine",
+    "grouped_gemm",
+    "moe",
+    "moe_mlp",
+    "route",
+    "weight_grad",
+]

@@ -1,4 +1,4 @@
-"""The four products and their gradients as one autograd.Function over the ops.
+"""The products, the expert MLP of two of them, and their gradients, as autograd.Functions over the ops.
 
 A product reads its rows by token (gather) or in row order, and sums its results by token (combine) or keeps them in row
 order. The gradient to its rows is the product with w transposed and gather and combine exchanged, so both directions
@@ -7,6 +7,7 @@ are `_product`.
 
 import torch
 
+from . import activation
 from ._ops import ops
 from .reference import DOT_COLUMNS, accumulator_dtype
 from .routing import Routing
@@ -17,8 +18,14 @@ def unit_rows(t: torch.Tensor) -> torch.Tensor:
     return t if t.shape[-1] <= 1 or t.stride(-1) == 1 else t.contiguous()
 
 
-def _product(a, w, routing, gather, combine, out_dtype, *, row_weight=None, bias=None, dot_with=None, dot=None):
-    """row_weight * (a @ w.T + bias): [S, N] rows, or with combine [T, N]. No out_dtype: nothing but the row dots."""
+def _product(
+    a, w, routing, gather, combine, out_dtype, *, row_weight=None, bias=None, dot_with=None, dot=None, rows_dtype=None
+):
+    """row_weight * (a @ w.T + bias): [S, N] rows, or with combine [T, N]. No out_dtype: nothing but the row dots.
+
+    rows_dtype: a token's rows are stored in it and added in slot order; None: where torch's algorithms are to be
+    deterministic, in that of sums.
+    """
     row_assignment, offs, top_k, num_tokens = routing
     num_rows, columns = num_tokens * top_k, w.shape[1]
     read = a, w, offs, row_assignment, top_k, gather
@@ -31,9 +38,11 @@ def _product(a, w, routing, gather, combine, out_dtype, *, row_weight=None, bias
         ops.gemm(*read, False, *terms, rows)
         return rows
     sum_dtype = accumulator_dtype(a.dtype)
-    if top_k > 2 and torch.are_deterministic_algorithms_enabled():
+    if rows_dtype is None and torch.are_deterministic_algorithms_enabled():
+        rows_dtype = sum_dtype
+    if rows_dtype is not None and top_k > 2:
         # Two additions to zero commute; more of them need the rows, and a sum in slot order.
-        rows = a.new_empty((num_rows, columns), dtype=sum_dtype)
+        rows = a.new_empty((num_rows, columns), dtype=rows_dtype)
         ops.gemm(*read, True, *terms, rows)
         out = a.new_empty((num_tokens, columns), dtype=out_dtype)
         ops.sum_rows(rows, top_k, out)
@@ -46,24 +55,33 @@ def _product(a, w, routing, gather, combine, out_dtype, *, row_weight=None, bias
 
 def _row_gradients(dy, x, w, row_weight, bias, routing, gather, combine, need_x, need_row_weight):
     """Gradients to x and, from the same launch, to row_weight: <dy, w x> = <w.T dy, x>."""
-    row_assignment, offs, top_k, num_tokens = routing
+    top_k, num_tokens = routing[2:]
     back = dy, w.transpose(1, 2), routing, combine, gather, x.dtype if need_x else None
     if not need_row_weight:
         return _product(*back, row_weight=row_weight), None
-    num_rows, sum_dtype = num_tokens * top_k, accumulator_dtype(x.dtype)
-    dot = x.new_zeros((-(-x.shape[1] // DOT_COLUMNS), num_rows), dtype=sum_dtype)
+    dot = _row_dots(x, x.shape[1], num_tokens * top_k)
     dx = _product(*back, row_weight=row_weight, dot_with=x, dot=dot)
+    return dx, _row_weight_gradient(dot, dy, bias, routing, combine)
+
+
+def _row_dots(like, columns, num_rows):
+    return like.new_zeros((-(-columns // DOT_COLUMNS), num_rows), dtype=accumulator_dtype(like.dtype))
+
+
+def _row_weight_gradient(dot, dy, bias, routing, combine):
+    """The gradient to row_weight from the partial row dots, and from the bias that was weighted too: <dy, bias>."""
+    row_assignment, offs, top_k, _ = routing
     d_row_weight = dot.sum(0)
     if bias is not None:
-        of_bias = x.new_empty((num_rows, 1), dtype=sum_dtype)
+        of_bias = dot.new_empty((dot.shape[1], 1))
         ops.gemm(dy, bias[:, None], offs, row_assignment, top_k, combine, True, None, None, None, None, of_bias)
         d_row_weight += of_bias[:, 0]
-    return dx, d_row_weight
+    return d_row_weight
 
 
-def _weight_gradient(dy, x, row_weight, routing, gather, combine, out):
+def _weight_gradient(dy, x, row_weight, routing, gather, combine, out, accumulate=False):
     row_assignment, offs, top_k, _ = routing
-    ops.weight_grad(x, dy, offs, row_assignment, top_k, gather, combine, row_weight, False, out)
+    ops.weight_grad(x, dy, offs, row_assignment, top_k, gather, combine, row_weight, accumulate, out)
     return out
 
 
@@ -119,4 +137,119 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise RuntimeError("grouped_gemm_moe has no second derivatives: its gradients cannot be differentiated again")
+        _refuse_second_derivatives()
+
+
+def _refuse_second_derivatives():
+    raise RuntimeError("grouped_gemm_moe has no second derivatives: its gradients cannot be differentiated again")
+
+
+def _activated(x, w, bias, routing, form, out_dtype, store):
+    """activation(x @ w.T + bias) of gathered rows and, to `store` for the backward, what it is the activation of."""
+    row_assignment, offs, top_k, num_tokens = routing
+    num_rows, columns = num_tokens * top_k, w.shape[1]
+    pre = x.new_empty((num_rows, columns)) if store else None
+    out = x.new_empty((num_rows, activation.width(form, columns)), dtype=out_dtype)
+    ops.gemm_activation(x, w, offs, row_assignment, top_k, True, bias, *form, pre, out)
+    return pre, out
+
+
+class ActivatedProduct(torch.autograd.Function):
+    """activation(x @ w.T + bias) by expert of gathered rows, with a gradient that is taken apart from the product."""
+
+    @staticmethod
+    def forward(ctx, x, w, bias, row_assignment, offs, top_k, num_tokens, form, out_dtype, store):
+        pre, out = _activated(x, w, bias, Routing(row_assignment, offs, top_k, num_tokens), form, out_dtype, store)
+        ctx.save_for_backward(pre, x, w, bias, row_assignment, offs)
+        ctx.form, ctx.sizes = form, (top_k, num_tokens)
+        return out
+
+    @staticmethod
+    def backward(ctx, d):
+        pre, x, w, bias, row_assignment, offs = ctx.saved_tensors
+        need_x, need_w, need_bias = ctx.needs_input_grad[:3]
+        wide = accumulator_dtype(x.dtype)
+        _, d_pre = activation.gradient(pre.to(wide), d.to(x.dtype).to(wide), ctx.form)
+        dx, dw, _, d_bias = _Gradients.apply(
+            d_pre, x, w, None, bias, row_assignment, offs, *ctx.sizes, True, False, (need_x, need_w, False, need_bias)
+        )
+        return dx, dw, d_bias, *[None] * 7
+
+
+class ExpertMLP(torch.autograd.Function):
+    """row_weight * (activation(x @ w_up.T + bias_up) @ w_down.T + bias_down) by expert, combined by token."""
+
+    @staticmethod
+    def forward(
+        ctx, x, w_up, w_down, row_weight, bias_up, bias_down, row_assignment, offs, top_k, num_tokens, form, out_dtype,
+        combine, store, buffers,
+    ):  # fmt: skip
+        routing = Routing(row_assignment, offs, top_k, num_tokens)
+        pre, h = _activated(x, w_up, bias_up, routing, form, x.dtype, store)
+        ctx.save_for_backward(pre, x, w_up, w_down, row_weight, bias_up, bias_down, row_assignment, offs)
+        ctx.options = top_k, num_tokens, form, combine, buffers
+        terms = {"row_weight": row_weight, "bias": bias_down, "rows_dtype": _rows_dtype(combine, x.dtype, out_dtype)}
+        return _product(h, w_down, routing, False, True, out_dtype, **terms)
+
+    @staticmethod
+    def backward(ctx, dy):
+        gradients = _MLPGradients.apply(dy, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad[:6])
+        return *gradients, *[None] * 9
+
+
+class _MLPGradients(torch.autograd.Function):
+    """The gradients of ExpertMLP, as `_Gradients` are."""
+
+    @staticmethod
+    def forward(
+        ctx, dy, pre, x, w_up, w_down, row_weight, bias_up, bias_down, row_assignment, offs, top_k, num_tokens, form,
+        combine, buffers, needed,
+    ):  # fmt: skip
+        need_x, need_up, need_down, need_row_weight, need_bias_up, need_bias_down = needed
+        routing = Routing(row_assignment, offs, top_k, num_tokens)
+        dx = d_up = d_down = d_row_weight = d_bias_up = d_bias_down = None
+        dy = unit_rows(dy.to(x.dtype))
+        d_pre = torch.empty_like(pre) if need_x or need_up or need_bias_up else None
+        weighted = pre.new_empty((pre.shape[0], w_down.shape[2])) if need_down else None
+        dot = _row_dots(pre, w_down.shape[2], pre.shape[0]) if need_row_weight else None
+        if not (d_pre is weighted is dot is None):
+            back = dy, w_down.transpose(1, 2), offs, row_assignment, top_k, True, row_weight
+            ops.gemm_activation_grad(*back, *form, pre, dot, d_pre, weighted)
+        if need_x:
+            dx = _product(
+                d_pre,
+                w_up.transpose(1, 2),
+                routing,
+                False,
+                True,
+                x.dtype,
+                rows_dtype=_rows_dtype(combine, x.dtype, x.dtype),
+            )
+        if need_up:
+            d_up = _gradient_or_sum(d_pre, x, routing, True, False, w_up, buffers[0])
+        if need_down:
+            d_down = _gradient_or_sum(dy, weighted, routing, False, True, w_down, buffers[1])
+        if need_row_weight:
+            d_row_weight = _row_weight_gradient(dot, dy, bias_down, routing, True)
+        if need_bias_up:
+            d_bias_up = _bias_gradient(d_pre, bias_up, None, routing, False)
+        if need_bias_down:
+            d_bias_down = _bias_gradient(dy, bias_down, row_weight, routing, True)
+        return dx, d_up, d_down, d_row_weight, d_bias_up, d_bias_down
+
+    @staticmethod
+    def backward(ctx, *_):
+        _refuse_second_derivatives()
+
+
+def _rows_dtype(combine, x_dtype, out_dtype):
+    """That of the rows which `combine` of moe_mlp adds in order."""
+    return {None: None, "ordered": accumulator_dtype(x_dtype), "rounded": out_dtype}[combine]
+
+
+def _gradient_or_sum(dy, x, routing, gather, combine, w, buffer):
+    """The gradient of w, or None if it has been added to a buffer."""
+    if buffer is None:
+        return _weight_gradient(dy, x, None, routing, gather, combine, _like_weight(w))
+    _weight_gradient(dy, x, None, routing, gather, combine, buffer, accumulate=True)
+    return None

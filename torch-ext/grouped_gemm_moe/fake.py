@@ -9,5 +9,14 @@ def _writes_arguments(*args):
     return None
 
 
-for _op in ("gemm", "gemm_combine", "weight_grad", "sum_rows", "route", "group_ends"):
+for _op in (
+    "gemm",
+    "gemm_activation",
+    "gemm_activation_grad",
+    "gemm_combine",
+    "group_ends",
+    "route",
+    "sum_rows",
+    "weight_grad",
+):
     torch.library.register_fake(add_op_namespace_prefix(_op))(_writes_arguments)

@@ -1,11 +1,12 @@
-"""The public functions: every check of arguments, then the routing and one differentiable product."""
+"""The public functions: every check of arguments, then the routing and a differentiable Function of autograd.py."""
 
 import numbers
 
 import torch
 
 from ._ops import ops
-from .autograd import GroupedProduct, unit_rows
+from .activation import CLAMPED, KINDS, Activation, Form
+from .autograd import ActivatedProduct, ExpertMLP, GroupedProduct, unit_rows
 from .reference import accumulator_dtype
 from .routing import Routing, sort_by_expert
 
@@ -138,24 +139,29 @@ def gather_gemm(
     routing: Routing,
     *,
     bias: torch.Tensor | None = None,
+    activation: str | Activation | None = None,
+    gated: bool = True,
+    interleaved: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The rows of all experts in expert order: ``out[r] = x[t] @ W[e].T + bias[e]`` for row r of token t and expert e.
 
-    With `gemm_combine` it is the half of an expert MLP before the activation. Tokens are gathered while the product
-    reads them.
+    With `gemm_combine` it is the first half of an expert MLP, with an activation or before one of one's own. Tokens are
+    gathered while the product reads them.
 
     Args:
         x: tokens [T, K], float32, bfloat16 or float16 (on the CPU float64 too).
         W: expert weights [E, N, K] in x's dtype. A transposed view, as of [E, K, N] storage, is read in place.
         routing: what `route` returned for these tokens and E experts.
         bias: [E, N] in x's dtype, or None.
+        activation, gated, interleaved: what is done to each row while the product writes it, as in `moe_mlp`; None:
+            nothing. Where a gradient is asked for, the rows before it are kept in x's dtype.
         out_dtype: dtype of the result, x's unless given (autocast's under autocast).
 
     Returns:
-        [S, N] with S = T * k, contiguous; rows of skipped ids are exactly 0. Differentiable once in x, W and bias, each
-        gradient in its input's dtype and exactly 0 for experts without tokens. The result has the same bits in each
-        run; for the gradient of x `moe`'s remark on k > 2 holds.
+        [S, N] with S = T * k, or [S, N / 2] of a gated activation, contiguous; rows of skipped ids are exactly 0.
+        Differentiable once in x, W and bias, each gradient in its input's dtype and exactly 0 for experts without
+        tokens. The result has the same bits in each run; for the gradient of x `moe`'s remark on k > 2 holds.
 
     Raises:
         ValueError: for shapes, dtypes or devices that do not agree or are not supported, naming the argument.
@@ -170,7 +176,108 @@ def gather_gemm(
     sizes = _check_routing(routing)
     _check(sizes, x=(x, "T K"), W=(W, "E N K"), bias=(bias, "E N"), **_routing_tensors(routing))
     x, W, bias = _operands(x=x, W=W, bias=bias)
-    return _product(x, W, routing, None, bias, True, False, _out_dtype(out_dtype, x.dtype, x))
+    out_dtype = _out_dtype(out_dtype, x.dtype, x)
+    _check_flags(gated=gated, interleaved=interleaved)
+    if activation is None:
+        return _product(x, W, routing, None, bias, True, False, out_dtype)
+    form = _form(activation, gated, interleaved)
+    if gated and W.shape[1] % 2:
+        raise ValueError(f"W must have rows of gate and up, an even number, but its shape is {list(W.shape)}")
+    read = unit_rows(x), _unit_matrices(W), _contiguous(bias)
+    return ActivatedProduct.apply(*read, *_routing_arguments(routing), form, out_dtype, _records(*read))
+
+
+def moe_mlp(
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    expert_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    activation: str | Activation = "silu",
+    gated: bool = True,
+    interleaved: bool = False,
+    bias_up: torch.Tensor | None = None,
+    bias_down: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    combine: str | None = None,
+    weight_grads: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> torch.Tensor:
+    """Mixture of expert MLPs: ``y[t] = sum over j of topk_weights[t, j] * mlp(expert_ids[t, j], x[t])`` with
+    ``mlp(e, v) = f(v @ w_up[e].T + bias_up[e]) @ w_down[e].T + bias_down[e]``.
+
+    Two products: tokens are gathered and the activation f is applied in the first, rows are weighted and combined in
+    the second. Between them [S, I] rows are stored, S = T * k, and where a gradient is asked for, what they are the
+    activation of, which is all that the backward keeps of that size.
+
+    Args:
+        x: tokens [T, H], float32, bfloat16 or float16 (on the CPU float64 too).
+        w_up: [E, 2 * I, H] in x's dtype, with ``gated=False`` [E, I, H]. A transposed view is read in place.
+        w_down: [E, H, I] in x's dtype. A transposed view is read in place.
+        expert_ids: [T, k] of int8, int16, int32, int64 or uint8. An id outside [0, E) is skipped.
+        topk_weights: [T, k] of float32, bfloat16, float16 or float64; used as float32 (as float64 for float64 x).
+        activation: f, an `Activation` or the name of its kind.
+        gated: f is of two halves of a row, gate and up; else of each value by itself.
+        interleaved: gate and up take turns in the rows of w_up; else all gates stand before all ups.
+        bias_up: [E, 2 * I] or [E, I] in x's dtype, or None.
+        bias_down: [E, H] in x's dtype, or None.
+        out_dtype: dtype of the result; x's unless given (autocast's under autocast). The sum over the experts is taken
+            in float32 (float64 for float64 x) and rounded to it once (but see combine).
+        combine: how the k > 2 experts of a token are added, and those of its gradient; two are in any case as in None.
+
+            - None: to the token's row at once, in any order, unless ``torch.use_deterministic_algorithms(True)`` is on.
+            - ``"ordered"``: [S, H] rows are stored in float32 (float64 for float64 x) and added in order.
+            - ``"rounded"``: the rows are stored in the result's dtype, each rounded once, and added in order. Unless I
+              is large it is the fastest way.
+        weight_grads: of w_up and of w_down a tensor that the backward adds its gradient to, in their shape, in x's
+            dtype or float32, contiguous in the last dimension or the one before; the weight itself then gets no
+            gradient. Each backward through this call adds to it, whatever gradients it was asked for, unless the weight
+            requires none. None: the weight gets it.
+
+    Returns:
+        [T, H], contiguous. Differentiable once in x, the weights, the biases and topk_weights, each gradient in its
+        input's dtype and exactly 0 for experts without tokens. The same bits in each run for k <= 2 or in order.
+
+    Raises:
+        ValueError: for shapes, dtypes, devices or strides that do not agree or are not supported, naming the argument.
+        TypeError: for an argument of the wrong type, and for a DTensor.
+
+    Example:
+        >>> x, w_up, w_down = torch.randn(5, 16), torch.randn(4, 2 * 24, 16), torch.randn(4, 16, 24)
+        >>> topk_weights, expert_ids = torch.rand(5, 4).topk(2)
+        >>> moe_mlp(x, w_up, w_down, expert_ids, topk_weights).shape
+        torch.Size([5, 16])
+    """
+    form = _form(activation, gated, interleaved)
+    rows = "2I" if gated else "I"
+    sizes = _check(
+        x=(x, "T H"),
+        w_down=(w_down, "E H I"),
+        w_up=(w_up, f"E {rows} H"),
+        expert_ids=(expert_ids, "T k", _INTEGERS),
+        topk_weights=(topk_weights, "T k", _WEIGHTS),
+        bias_up=(bias_up, f"E {rows}"),
+        bias_down=(bias_down, "E H"),
+    )
+    if gated and sizes["2I"] != 2 * sizes["I"]:
+        raise ValueError(
+            f"w_up must have the shape [E, 2I, H] with 2I = {2 * sizes['I']} where w_down has I = {sizes['I']}, but "
+            f"its shape is {list(w_up.shape)}"
+        )
+    _check_num_rows("expert_ids", expert_ids, sizes["T"] * sizes["k"])
+    given = {"x": x, "w_up": w_up, "w_down": w_down, "bias_up": bias_up, "bias_down": bias_down}
+    x, w_up, w_down, bias_up, bias_down = _operands(**given)
+    out_dtype = _out_dtype(out_dtype, x.dtype, x)
+    if combine not in (None, "ordered", "rounded"):
+        raise ValueError(f"combine must be None, 'ordered' or 'rounded', but it is {combine!r}")
+    _check_buffers(weight_grads, w_up, w_down)
+    read = (
+        unit_rows(x), _unit_matrices(w_up), _unit_matrices(w_down), _row_weight(topk_weights, x),
+        _contiguous(bias_up), _contiguous(bias_down),
+    )  # fmt: skip
+    routing = sort_by_expert(expert_ids, sizes["E"])
+    options = form, out_dtype, combine, _records(*read), tuple(weight_grads)
+    return ExpertMLP.apply(*read, *_routing_arguments(routing), *options)
 
 
 def gemm_combine(
@@ -278,20 +385,9 @@ def weight_grad(
         if accumulate:
             raise ValueError("out must be given to accumulate into, but it is None")
         out = x.new_empty(sizes["E"], sizes["N"], sizes["K"])
-    elif out.dtype not in (supported := dict.fromkeys((x.dtype, accumulator_dtype(x.dtype)))):
-        raise ValueError(f"out must be {' or '.join(map(str, supported))}, but it is {out.dtype}")
-    elif all(out.shape[d] > 1 and out.stride(d) != 1 for d in (1, 2)):
-        raise ValueError(
-            f"out must be contiguous in its last dimension or the one before, but its strides are {out.stride()}"
-        )
-    elif _overlaps(out):
-        raise ValueError(
-            f"out must not have dimensions that overlap or interleave, but its shape is {list(out.shape)} and its "
-            f"strides are {out.stride()}"
-        )
-    row_weight = None
-    if topk_weights is not None:
-        row_weight = topk_weights.to(accumulator_dtype(x.dtype)).reshape(-1).contiguous()
+    else:
+        _check_gradient("out", out, x.dtype)
+    row_weight = None if topk_weights is None else _row_weight(topk_weights, x)
     row_assignment, offs = routing.row_assignment.contiguous(), routing.offs.contiguous()
     read = unit_rows(x), unit_rows(dy), offs, row_assignment, routing.top_k, gather_x, gather_dy
     ops.weight_grad(*read, row_weight, accumulate, out)
@@ -300,25 +396,52 @@ def weight_grad(
 
 def _product(x, W, routing, topk_weights, bias, gather, combine, out_dtype):
     """Brings the tensors into the layouts that the ops read, by differentiable steps, and multiplies."""
+    row_weight = None if topk_weights is None else _row_weight(topk_weights, x)
+    read = unit_rows(x), _unit_matrices(W), row_weight, _contiguous(bias)
+    return GroupedProduct.apply(*read, *_routing_arguments(routing), gather, combine, out_dtype)
+
+
+def _routing_arguments(routing):
     row_assignment, offs, top_k, num_tokens = routing
-    row_weight = None
-    if topk_weights is not None:
-        row_weight = topk_weights.to(accumulator_dtype(x.dtype)).reshape(-1).contiguous()
-    bias = None if bias is None else bias.contiguous()
-    row_assignment = None if row_assignment is None else row_assignment.contiguous()
-    return GroupedProduct.apply(
-        unit_rows(x),
-        _unit_matrices(W),
-        row_weight,
-        bias,
-        row_assignment,
-        offs.contiguous(),
-        top_k,
-        num_tokens,
-        gather,
-        combine,
-        out_dtype,
-    )
+    return _contiguous(row_assignment), offs.contiguous(), top_k, num_tokens
+
+
+def _contiguous(tensor):
+    return None if tensor is None else tensor.contiguous()
+
+
+def _row_weight(topk_weights, x):
+    return topk_weights.to(accumulator_dtype(x.dtype)).reshape(-1).contiguous()
+
+
+def _records(*tensors):
+    """Whether a gradient may be asked for."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _form(activation, gated, interleaved):
+    """The checked activation, as the ops are told of it."""
+    if isinstance(activation, str):
+        activation = Activation(activation)
+    if not isinstance(activation, Activation):
+        raise TypeError(f"activation must be an Activation or a str, but it is of type {type(activation).__name__}")
+    _check_flags(gated=gated, interleaved=interleaved)
+    kind, limit, alpha = activation
+    if kind not in (*KINDS, CLAMPED):
+        raise ValueError(f"activation must be one of {', '.join((*KINDS, CLAMPED))}, but it is {kind!r}")
+    for name, number in (("limit", limit), ("alpha", alpha)):
+        is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+        if number is not None and not (is_number and 0 < number <= torch.finfo(torch.float32).max):
+            raise ValueError(f"activation.{name} must be a positive number of float32 or None, but it is {number!r}")
+    if alpha is not None and kind not in ("silu", CLAMPED):
+        raise ValueError(f"activation.alpha must be None for {kind}, but it is {alpha!r}")
+    if not gated and kind == CLAMPED:
+        raise ValueError(f"gated must be True for {CLAMPED}, but it is {gated}")
+    if not gated and limit is not None:
+        raise ValueError(f"activation.limit must be None without a gate, but it is {limit!r}")
+    if not gated and interleaved:
+        raise ValueError(f"interleaved must be False without a gate, but it is {interleaved}")
+    return Form.of(activation, gated, interleaved)
 
 
 def _unit_matrices(W):
@@ -327,14 +450,14 @@ def _unit_matrices(W):
 
 
 def _check(sizes=None, **arguments):
-    """Checks name=(tensor, "its dimensions", dtypes or nothing) against each other; a bias may be None.
+    """Checks name=(tensor, "its dimensions", dtypes or nothing) against each other; biases may be None.
 
     A dimension has one size wherever its letter stands, and all tensors have one device. Returns the sizes by letter.
     """
     sizes = dict(sizes or {})
     first = None
     for name, (tensor, dims, *dtypes) in arguments.items():
-        if tensor is None and name == "bias":
+        if tensor is None and name.startswith("bias"):
             continue
         dims = dims.split()
         _check_tensor(name, tensor)
@@ -389,9 +512,10 @@ def _routing_tensors(routing):
 
 def _operands(**operands):
     """The floating operands as autocast wants them, checked to hold an expert and to have one supported dtype."""
-    if not 1 <= operands["W"].shape[0] < 2**31:
-        found = list(operands["W"].shape)
-        raise ValueError(f"W must hold at least one expert and fewer than 2**31, but its shape is {found}")
+    for name, operand in operands.items():
+        if operand is not None and operand.dim() == 3 and not 1 <= operand.shape[0] < 2**31:
+            found = list(operand.shape)
+            raise ValueError(f"{name} must hold at least one expert and fewer than 2**31, but its shape is {found}")
     return _of_one_dtype(**operands)
 
 
@@ -409,6 +533,48 @@ def _of_one_dtype(**operands):
         if operand is not None and operand.dtype is not dtype:
             raise ValueError(f"{name} must be {dtype} as {first} is, but it is {given[name].dtype}")
     return operands.values()
+
+
+def _check_flags(**flags):
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, but it is of type {type(flag).__name__}")
+
+
+def _check_buffers(weight_grads, *weights):
+    """Checks what gradients of the weights are added to."""
+    if not isinstance(weight_grads, (tuple, list)):
+        raise TypeError(f"weight_grads must be a tuple, but it is of type {type(weight_grads).__name__}")
+    if len(weight_grads) != len(weights):
+        raise ValueError(f"weight_grads must have {len(weights)} entries, but it has {len(weight_grads)}")
+    for i, (buffer, w) in enumerate(zip(weight_grads, weights)):
+        if buffer is None:
+            continue
+        name = f"weight_grads[{i}]"
+        _check_tensor(name, buffer)
+        if buffer is w:
+            raise ValueError(f"{name} must be another tensor than the weight, but it is the weight")
+        if buffer.shape != w.shape or buffer.device != w.device:
+            raise ValueError(
+                f"{name} must be like the weight, {list(w.shape)} on {w.device}, but its shape is "
+                f"{list(buffer.shape)} on {buffer.device}"
+            )
+        _check_gradient(name, buffer, w.dtype)
+
+
+def _check_gradient(name, out, dtype):
+    """Checks that a gradient of operands of this dtype can be written to out."""
+    if out.dtype not in (supported := dict.fromkeys((dtype, accumulator_dtype(dtype)))):
+        raise ValueError(f"{name} must be {' or '.join(map(str, supported))}, but it is {out.dtype}")
+    if all(out.shape[d] > 1 and out.stride(d) != 1 for d in (1, 2)):
+        raise ValueError(
+            f"{name} must be contiguous in its last dimension or the one before, but its strides are {out.stride()}"
+        )
+    if _overlaps(out):
+        raise ValueError(
+            f"{name} must not have dimensions that overlap or interleave, but its shape is {list(out.shape)} and its "
+            f"strides are {out.stride()}"
+        )
 
 
 def _overlaps(tensor):

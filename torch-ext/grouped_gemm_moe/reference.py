@@ -11,6 +11,7 @@ import threading
 import torch
 
 from ._ops import add_op_namespace_prefix
+from .activation import Form, activate, gradient
 
 DOT_COLUMNS = 128  # columns summed into one partial of `dot` here; a kernel may take more of them
 
@@ -84,24 +85,30 @@ def _dot_partials(z, other):
 
 def _multiply(a, w, offs, row_assignment, top_k, gather, scatter, bias, row_weight, dot_with, dot_by_token, dot, out):
     """out[row or assignment] = row_weight * (a @ w.T + bias), and the row dots; out may be None."""
+    if out is not None:
+        out.zero_()
+    for rows, assignment, z in _rows_and_products(a, w, offs, row_assignment, top_k, gather, bias):
+        if dot is not None:
+            other = dot_with[assignment // top_k if dot_by_token else rows].to(z.dtype)
+            dot[:, assignment] = _dot_partials(z, other)
+        if out is not None:
+            if row_weight is not None:
+                z = z * row_weight[assignment, None]
+            out[assignment if scatter else rows] = z.to(out.dtype)
+
+
+def _rows_and_products(a, w, offs, row_assignment, top_k, gather, bias):
+    """(rows, their assignments, a @ w.T + bias) for every expert that has rows, in the dtype of sums."""
     num_rows = a.shape[0] if row_assignment is None else row_assignment.shape[0]
     assignments = _assignments(row_assignment, num_rows, a.device)
     dtype = accumulator_dtype(a.dtype)
-    if out is not None:
-        out.zero_()
     for e, rows in _groups(offs, num_rows):
         assignment = assignments[rows]
         # Fresh copies: the bits of a CPU's product depend on where its operands begin.
         z = a[assignment // top_k if gather else rows].to(dtype, copy=True) @ w[e].to(dtype, copy=True).T
         if bias is not None:
             z += bias[e].to(dtype)
-        if dot is not None:
-            other = dot_with[assignment // top_k if dot_by_token else rows].to(dtype)
-            dot[:, assignment] = _dot_partials(z, other)
-        if out is not None:
-            if row_weight is not None:
-                z = z * row_weight[assignment, None]
-            out[assignment if scatter else rows] = z.to(out.dtype)
+        yield rows, assignment, z
 
 
 def _add_slots(rows, top_k, out):
@@ -122,6 +129,35 @@ def gemm_combine(a, w, offs, row_assignment, top_k, gather, bias, row_weight, do
     _multiply(a, w, offs, row_assignment, top_k, gather, True, bias, row_weight, dot_with, True, dot, rows)
     out.zero_()
     _add_slots(rows, top_k, out)
+
+
+@_cpu_kernel
+def gemm_activation(a, w, offs, row_assignment, top_k, gather, bias, *form_pre_out):
+    *form, pre, out = form_pre_out
+    for result in (pre, out):
+        if result is not None:
+            result.zero_()
+    for rows, _, z in _rows_and_products(a, w, offs, row_assignment, top_k, gather, bias):
+        if pre is not None:
+            pre[rows] = z.to(pre.dtype)
+        out[rows] = activate(z, Form(*form)).to(out.dtype)
+
+
+@_cpu_kernel
+def gemm_activation_grad(a, w, offs, row_assignment, top_k, gather, row_weight, *form_pre_results):
+    *form, pre, dot, d_pre, weighted = form_pre_results
+    for result in (d_pre, weighted):
+        if result is not None:
+            result.zero_()
+    for rows, assignment, d in _rows_and_products(a, w, offs, row_assignment, top_k, gather, None):
+        weight = row_weight[assignment, None]
+        h, d_z = gradient(pre[rows].to(d.dtype), weight * d, Form(*form))
+        if dot is not None:
+            dot[:, assignment] = _dot_partials(d, h)
+        if d_pre is not None:
+            d_pre[rows] = d_z.to(d_pre.dtype)
+        if weighted is not None:
+            weighted[rows] = (weight * h).to(weighted.dtype)
 
 
 @_cpu_kernel

@@ -2,7 +2,7 @@
 """Run every kernel configuration, dtype and epilogue once, at small sizes, for compute-sanitizer to watch.
 
     python tools/sanitize_sweep.py              all configurations
-    python tools/sanitize_sweep.py --share 2/5  every fifth of them, from the third on
+    python tools/sanitize_sweep.py --share 2/6  every sixth set of them, from the third on
 
 Results are compared with plain torch only closely enough to know that the kernels did their work. A gradient to x
 reads the weight the other way round, so both orders of it occur whichever one it is stored in.
@@ -32,18 +32,26 @@ def main() -> None:
     parser.add_argument("--share", default="0/1", metavar="I/N", help="which of how many parts of the configurations")
     share, shares = map(int, parser.parse_args().share.split("/"))
     torch.manual_seed(0)
-    for config in hooks.configs_here()[share::shares]:
-        for dtype in DTYPES[config.path]:
-            with hooks.forced(config.name, blocks=4):  # each takes several tiles
+    for path, names in config_sets()[share::shares]:
+        for dtype in DTYPES[path]:
+            with hooks.forced(*names, blocks=4):  # each takes several tiles
                 sweep(dtype, *ALIGNED)
                 sweep(dtype, *ALIGNED, transposed=True)
                 sweep(dtype, *UNALIGNED)
                 many_groups(dtype)
                 long_groups(dtype)
             torch.cuda.synchronize()
-            print(config.name, dtype, flush=True)
+            print(*names, dtype, flush=True)
     if share == 0:
         many_ids()
+
+
+def config_sets() -> list[tuple[str, list[str]]]:
+    """A path and its configurations of one kind, a product's and a weight gradient's, which are watched together."""
+    sets = {}
+    for config in hooks.configs_here():
+        sets.setdefault((config.path, config.tile_k, config.vectorized), []).append(config.name)
+    return [(path, names) for (path, *_), names in sets.items()]
 
 
 def sweep(dtype: torch.dtype, features: int, outputs: int, transposed: bool = False) -> None:

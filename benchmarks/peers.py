@@ -49,8 +49,8 @@ def unfused_mlp(
     """The same of SwiGLU MLPs, in x's dtype [T, H]."""
 
     def mlp(rows, ends):
-        gate, up = torch._grouped_mm(rows, w_up.transpose(1, 2), ends).chunk(2, dim=-1)
-        return torch._grouped_mm(F.silu(gate) * up, w_down.transpose(1, 2), ends)
+        h = _swiglu(torch._grouped_mm(rows, w_up.transpose(1, 2), ends))
+        return torch._grouped_mm(h, w_down.transpose(1, 2), ends)
 
     return _unfused(mlp, w_up.shape[0], x, expert_ids, topk_weights).to(x.dtype)
 
@@ -62,6 +62,11 @@ def _unfused(experts: Callable, num_experts: int, x, expert_ids, topk_weights) -
     tokens = order // expert_ids.shape[1]
     weighted = experts(x.index_select(0, tokens), ends) * topk_weights.flatten()[order, None]
     return weighted.new_zeros(x.shape[0], weighted.shape[1]).index_add(0, tokens, weighted)
+
+
+def _swiglu(rows: torch.Tensor) -> torch.Tensor:
+    gate, up = rows.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def scattermoe(
@@ -83,11 +88,8 @@ def scattermoe_mlp(
     """Its gated MLP, [T, H] in x's dtype."""
     routing = _scattermoe.flatten_sort_count(expert_ids, num_experts=w_up.shape[0])
     top_k, gates = expert_ids.shape[1], topk_weights.to(x.dtype)
-    rows = _scattermoe.parallel_linear(x, w_up.transpose(1, 2), top_k, *routing, grouped_out=True)
-    gate, up = rows.chunk(2, dim=-1)
-    return _scattermoe.parallel_linear(
-        F.silu(gate) * up, w_down.transpose(1, 2), 1, *routing, gates=gates, grouped_in=True
-    )
+    h = _swiglu(_scattermoe.parallel_linear(x, w_up.transpose(1, 2), top_k, *routing, grouped_out=True))
+    return _scattermoe.parallel_linear(h, w_down.transpose(1, 2), 1, *routing, gates=gates, grouped_in=True)
 
 
 def sonicmoe_mlp(
@@ -133,8 +135,7 @@ def mlp_loop(
     """The same of SwiGLU MLPs."""
 
     def mlp(rows, e):
-        gate, up = (rows @ w_up[e].T).chunk(2, dim=-1)
-        return F.silu(gate) * up @ w_down[e].T
+        return _swiglu(rows @ w_up[e].T) @ w_down[e].T
 
     return _loop(mlp, w_up.shape[0], x, expert_ids, topk_weights)
 

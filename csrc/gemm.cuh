@@ -119,9 +119,9 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
   const int looking = max((stages + kStages - 1) / kStages - look_up.kSteps, 0) * kStages;
   int stage;
   const auto columns_of = [&](int slot) { return min(kTile, p.N - tables.tile[slot].column); };
-  // Where a tile's column lies in W, from the tile's first one; its columns are all the tile's, or in two halves.
+  // How many columns of W lie between a tile's and its first one that are none of the tile's, for they may be two halves.
   constexpr int kHalf = kTile / 2;
-  const auto in_w = [&](int column) { return column >= kHalf ? column + p.gap : column; };
+  const auto gap_before = [&](int column) { return column >= kHalf ? p.gap : 0; };
   const auto side_by_side = [&](int columns) { return p.split ? columns / 2 : columns; };
 
   static_assert(kThreads == kTile, "a thread looks after a row");
@@ -144,8 +144,8 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
     if constexpr (kAlongK) {
       w_from = row_address(w_from + ShareW::bytes(thread), unsigned(column) + ShareW::first(thread), p.w_row_bytes);
     } else {
-      const int own = column + in_w(ShareW::chunk(thread) * ShareW::kValues);
-      w_from = row_address(w_from + int64_t(own) * sizeof(T), ShareW::first(thread), p.w_row_bytes);
+      const int own = ShareW::chunk(thread) * ShareW::kValues, in_w = column + own + gap_before(own);
+      w_from = row_address(w_from + int64_t(in_w) * sizeof(T), ShareW::first(thread), p.w_row_bytes);
     }
     stage = 0;
   };
@@ -166,12 +166,13 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
     for (int i = part * ShareW::kRows / parts; i < (part + 1) * ShareW::kRows / parts; ++i) {
       if constexpr (kAlongK) {
         const int n = i * ShareW::kStride, before = p.split && n >= kHalf ? kHalf : 0;
-        const char* from = kInside ? row_address(w_from, in_w(n), w_row_bytes)
-                                   : w_from + (min(n, columns - 1 - ShareW::first() + before) + in_w(n) - n) *
-                                                  int64_t(w_row_bytes);
+        const int last = columns - 1 - ShareW::first() + before;
+        const char* from = kInside ? row_address(w_from, n + gap_before(n), w_row_bytes)
+                                   : w_from + (min(n, last) + gap_before(n)) * int64_t(w_row_bytes);
         load_row<ShareW, kVector>(w_to + slot, i, from + k * sizeof(T), a_left);
       } else {
         const int w_row = i * ShareW::kStride;
+        // Where values go one by one there is no register to hold it in.
         const int before = ShareW::chunk(kVector ? threadIdx.x : ptx::keep(threadIdx.x)) * ShareW::kValues;
         const int w_left = kInside ? kTile : columns - (before & (p.split ? kHalf - 1 : kTile - 1));
         load_row<ShareW, kVector>(w_to + slot, i, row_address(w_from, k + w_row, w_row_bytes),

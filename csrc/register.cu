@@ -102,6 +102,8 @@ bool chunked(const Tensor& tensor, int64_t contiguous_dimension) {
          vectorizable(tensor, contiguous_dimension);
 }
 
+bool chunked_if_there(const MaybeTensor& matrix) { return !matrix || chunked(*matrix, 1); }
+
 // Whether the copy engine can bring boxes of an operand that is chunked(): a tensor map has no size and no stride of 0.
 bool boxed(const Tensor& tensor) {
   bool has = true;
@@ -130,6 +132,10 @@ Rows rows(const Tensor& tensor, bool gather) {
 
 bool flat(const Tensor& tensor, ScalarType type, int64_t count) {
   return tensor.scalar_type() == type && tensor.numel() == count && tensor.is_contiguous();
+}
+
+bool fits(const Tensor& tensor, int64_t rows, int64_t columns) {
+  return tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == columns;
 }
 
 RowMap row_map(const MaybeTensor& row_assignment, int64_t top_k, int64_t S) {
@@ -200,10 +206,13 @@ GemmProblem product(const Tensor& a, const Tensor& w, const MaybeTensor& row_ass
 
 void add_bias(GemmProblem& p, const MaybeTensor& bias, const Tensor& w) {
   if (!bias) return;
-  check(bias->dim() == 2 && bias->size(0) == p.E && bias->size(1) == p.N && dtype(*bias) == dtype(w),
-        "bias must be [E, N] in the type of w");
+  check(fits(*bias, p.E, p.N) && dtype(*bias) == dtype(w), "bias must be [E, N] in the type of w");
   p.epilogue.bias = bias->data_ptr();
   p.epilogue.bias_stride = row_stride(*bias);
+}
+
+void set_out(Epilogue& e, const Tensor& out) {
+  e.out = out.data_ptr(), e.out_stride = row_stride(out), e.out_type = dtype(out), e.out_vector = vectorizable(out, 1);
 }
 
 float* row_dots(const GemmProblem& p, const Tensor& dot) {
@@ -242,19 +251,16 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
   const int64_t tokens = p.S / p.map.top_k, targets = combine ? tokens : p.S;
   e.destination = destination;
   if (out) {
-    check(out->dim() == 2 && out->size(0) == targets && out->size(1) == p.N, "out has the wrong shape");
-    e.out = out->data_ptr();
-    e.out_stride = row_stride(*out);
-    e.out_type = dtype(*out);
-    e.out_vector = vectorizable(*out, 1) && (!combine || p.N % 4 == 0);
+    check(fits(*out, targets, p.N), "out has the wrong shape");
+    set_out(e, *out);
+    e.out_vector &= !combine || p.N % 4 == 0;
     check(!combine || (e.out_type == DType::float32 && e.out_stride == p.N),
           "rows are added up in float32, in a contiguous tensor");
   }
   e.row_weight = weights(row_weight, p.S);
   add_bias(p, bias, w);
   if (dot_with && dot) {
-    check(dot_with->dim() == 2 && dot_with->size(0) == (destination == Destination::row ? p.S : tokens) &&
-              dot_with->size(1) == p.N && dtype(*dot_with) == dtype(a),
+    check(fits(*dot_with, destination == Destination::row ? p.S : tokens, p.N) && dtype(*dot_with) == dtype(a),
           "dot_with must have a row for each row of the result, in the type of a");
     e.dot_with = dot_with->data_ptr();
     e.dot_with_stride = row_stride(*dot_with);
@@ -262,7 +268,7 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
     e.dot = row_dots(p, *dot);
   }
   const Launch launch(a);
-  const bool boxes = !(bias && e.dot_with) && (!out || chunked(*out, 1)) && (!bias || chunked(*bias, 1)) &&
+  const bool boxes = !(bias && e.dot_with) && chunked_if_there(out) && chunked_if_there(bias) &&
                      (!e.dot_with || chunked(*dot_with, 1));
   multiply(p, a, w, offs, boxes, combine ? Clear{static_cast<float*>(e.out), targets * p.N} : Clear{}, launch);
 }
@@ -285,10 +291,6 @@ Activation activation(int64_t kind, bool gated, bool interleaved, double limit, 
   return {ActivationKind(kind), gated, interleaved && gated, float(limit), float(alpha), float(up_offset)};
 }
 
-bool fits(const Tensor& tensor, int64_t S, int64_t columns) {
-  return tensor.dim() == 2 && tensor.size(0) == S && tensor.size(1) == columns;
-}
-
 bool halves_vectorizable(const Tensor& tensor, const Activation& f) {
   return vectorizable(tensor, 1) && (!f.gated || f.interleaved || tensor.size(1) % 8 == 0);
 }
@@ -304,7 +306,7 @@ void gemm_activation(const Tensor& a, const Tensor& w, const Tensor& offs, const
   check(!gated || p.N % 2 == 0, "gate and up must have as many columns");
   p.split = gated && !interleaved;
   check(fits(out, p.S, gated ? p.N / 2 : p.N), "out must have a row for each row and a column for each result");
-  e.out = out.data_ptr(), e.out_stride = row_stride(out), e.out_type = dtype(out), e.out_vector = vectorizable(out, 1);
+  set_out(e, out);
   add_bias(p, bias, w);
   e.pre_vector = !bias || halves_vectorizable(*bias, e.activation);
   if (pre) {
@@ -312,7 +314,7 @@ void gemm_activation(const Tensor& a, const Tensor& w, const Tensor& offs, const
     e.pre = pre->data_ptr(), e.pre_stride = row_stride(*pre);
     e.pre_vector &= halves_vectorizable(*pre, e.activation);
   }
-  const bool boxes = chunked(out, 1) && (!bias || chunked(*bias, 1)) && (!pre || chunked(*pre, 1));
+  const bool boxes = chunked(out, 1) && chunked_if_there(bias) && chunked_if_there(pre);
   multiply(p, a, w, offs, boxes, {}, Launch(a));
 }
 
@@ -338,11 +340,10 @@ void gemm_activation_grad(const Tensor& a, const Tensor& w, const Tensor& offs, 
   }
   if (weighted) {
     check(fits(*weighted, p.S, p.N) && dtype(*weighted) == dtype(a), "weighted must have the activation's shape and type");
-    e.out = weighted->data_ptr(), e.out_stride = row_stride(*weighted), e.out_type = dtype(*weighted);
-    e.out_vector = vectorizable(*weighted, 1);
+    set_out(e, *weighted);
   }
   if (dot) e.dot = row_dots(p, *dot);
-  const bool boxes = chunked(pre, 1) && (!d_pre || chunked(*d_pre, 1)) && (!weighted || chunked(*weighted, 1));
+  const bool boxes = chunked(pre, 1) && chunked_if_there(d_pre) && chunked_if_there(weighted);
   multiply(p, a, w, offs, boxes, {}, Launch(a));
 }
 

@@ -133,6 +133,14 @@ def hooks():
     return load_part("_testing")
 
 
+@pytest.fixture
+def dynamo():
+    """torch's compiler, with no graph from another test."""
+    torch._dynamo.reset()
+    yield torch._dynamo
+    torch._dynamo.reset()
+
+
 @contextlib.contextmanager
 def forcing(setting):
     """A setting's configuration is forced, on so few blocks that each takes several tiles one after the other."""

@@ -200,13 +200,6 @@ def test_meta_tensors_tell_shape_strides_and_dtype(kernel, device, function, dty
                 assert (f.shape, f.stride(), f.dtype) == (g.shape, g.stride(), g.dtype)
 
 
-@pytest.fixture
-def dynamo():
-    torch._dynamo.reset()
-    yield torch._dynamo
-    torch._dynamo.reset()
-
-
 def test_one_graph_for_all_token_counts(kernel, device, dynamo):
     """No recompilation as T varies: one static graph and one dynamic graph at most."""
     from torch._dynamo.testing import CompileCounter

@@ -519,13 +519,6 @@ def test_second_derivatives_are_refused(kernel, device):
 # Compilers
 
 
-@pytest.fixture
-def dynamo():
-    torch._dynamo.reset()
-    yield torch._dynamo
-    torch._dynamo.reset()
-
-
 def test_one_graph_for_all_token_counts(kernel, device, dynamo):
     from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -216,15 +216,8 @@ class _MLPGradients(torch.autograd.Function):
             back = dy, w_down.transpose(1, 2), offs, row_assignment, top_k, True, row_weight
             ops.gemm_activation_grad(*back, *form, pre, dot, d_pre, weighted)
         if need_x:
-            dx = _product(
-                d_pre,
-                w_up.transpose(1, 2),
-                routing,
-                False,
-                True,
-                x.dtype,
-                rows_dtype=_rows_dtype(combine, x.dtype, x.dtype),
-            )
+            rows_dtype = _rows_dtype(combine, x.dtype, x.dtype)
+            dx = _product(d_pre, w_up.transpose(1, 2), routing, False, True, x.dtype, rows_dtype=rows_dtype)
         if need_up:
             d_up = _gradient_or_sum(d_pre, x, routing, True, False, w_up, buffers[0])
         if need_down:
@@ -249,7 +242,6 @@ def _rows_dtype(combine, x_dtype, out_dtype):
 
 def _gradient_or_sum(dy, x, routing, gather, combine, w, buffer):
     """The gradient of w, or None if it has been added to a buffer."""
-    if buffer is None:
-        return _weight_gradient(dy, x, None, routing, gather, combine, _like_weight(w))
-    _weight_gradient(dy, x, None, routing, gather, combine, buffer, accumulate=True)
-    return None
+    adds = buffer is not None
+    out = _weight_gradient(dy, x, None, routing, gather, combine, buffer if adds else _like_weight(w), adds)
+    return None if adds else out

@@ -177,8 +177,8 @@ def gather_gemm(
     _check(sizes, x=(x, "T K"), W=(W, "E N K"), bias=(bias, "E N"), **_routing_tensors(routing))
     x, W, bias = _operands(x=x, W=W, bias=bias)
     out_dtype = _out_dtype(out_dtype, x.dtype, x)
-    _check_flags(gated=gated, interleaved=interleaved)
     if activation is None:
+        _check_flags(gated=gated, interleaved=interleaved)
         return _product(x, W, routing, None, bias, True, False, out_dtype)
     form = _form(activation, gated, interleaved)
     if gated and W.shape[1] % 2:
@@ -227,8 +227,7 @@ def moe_mlp(
 
             - None: to the token's row at once, in any order, unless ``torch.use_deterministic_algorithms(True)`` is on.
             - ``"ordered"``: [S, H] rows are stored in float32 (float64 for float64 x) and added in order.
-            - ``"rounded"``: the rows are stored in the result's dtype, each rounded once, and added in order. Unless I
-              is large it is the fastest way.
+            - ``"rounded"``: the rows are stored in the result's dtype, each rounded once, and added in order.
         weight_grads: of w_up and of w_down a tensor that the backward adds its gradient to, in their shape, in x's
             dtype or float32, contiguous in the last dimension or the one before; the weight itself then gets no
             gradient. Each backward through this call adds to it, whatever gradients it was asked for, unless the weight

@@ -85,8 +85,7 @@ def _dot_partials(z, other):
 
 def _multiply(a, w, offs, row_assignment, top_k, gather, scatter, bias, row_weight, dot_with, dot_by_token, dot, out):
     """out[row or assignment] = row_weight * (a @ w.T + bias), and the row dots; out may be None."""
-    if out is not None:
-        out.zero_()
+    _clear(out)
     for rows, assignment, z in _rows_and_products(a, w, offs, row_assignment, top_k, gather, bias):
         if dot is not None:
             other = dot_with[assignment // top_k if dot_by_token else rows].to(z.dtype)
@@ -95,6 +94,13 @@ def _multiply(a, w, offs, row_assignment, top_k, gather, scatter, bias, row_weig
             if row_weight is not None:
                 z = z * row_weight[assignment, None]
             out[assignment if scatter else rows] = z.to(out.dtype)
+
+
+def _clear(*results):
+    """Zeros for the rows of no expert; a result may be None."""
+    for result in results:
+        if result is not None:
+            result.zero_()
 
 
 def _rows_and_products(a, w, offs, row_assignment, top_k, gather, bias):
@@ -134,9 +140,7 @@ def gemm_combine(a, w, offs, row_assignment, top_k, gather, bias, row_weight, do
 @_cpu_kernel
 def gemm_activation(a, w, offs, row_assignment, top_k, gather, bias, *form_pre_out):
     *form, pre, out = form_pre_out
-    for result in (pre, out):
-        if result is not None:
-            result.zero_()
+    _clear(pre, out)
     for rows, _, z in _rows_and_products(a, w, offs, row_assignment, top_k, gather, bias):
         if pre is not None:
             pre[rows] = z.to(pre.dtype)
@@ -146,9 +150,7 @@ def gemm_activation(a, w, offs, row_assignment, top_k, gather, bias, *form_pre_o
 @_cpu_kernel
 def gemm_activation_grad(a, w, offs, row_assignment, top_k, gather, row_weight, *form_pre_results):
     *form, pre, dot, d_pre, weighted = form_pre_results
-    for result in (d_pre, weighted):
-        if result is not None:
-            result.zero_()
+    _clear(d_pre, weighted)
     for rows, assignment, d in _rows_and_products(a, w, offs, row_assignment, top_k, gather, None):
         weight = row_weight[assignment, None]
         h, d_z = gradient(pre[rows].to(d.dtype), weight * d, Form(*form))

@@ -43,7 +43,7 @@ struct Config {
   __host__ __device__ constexpr int staged_pitch() const { return kTile + (path == Path::fp32 ? 4 : 8); }  // for the banks
   __host__ __device__ constexpr int row_words_at() const { return staged_at() + staged_rows * staged_pitch() * 4; }
   __host__ __device__ constexpr int tables_at() const {
-    // On wgmma room for four rows of results of each of eight warps; a weight gradient's four boxes of 8 KB of results.
+    // On wgmma room of 3 KB for each of eight warps; a weight gradient's four boxes of 8 KB of results.
     if (path == Path::wgmma) return stages * stage_bytes() + (op == Op::gemm ? 8 * 4 * tile_columns * 4 : 4 * 8192);
     const int results_end = row_words_at() + 2 * kTile * 4, stages_end = stages * stage_bytes();
     return results_end > stages_end ? results_end : stages_end;

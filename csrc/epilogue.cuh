@@ -55,6 +55,35 @@ __device__ __forceinline__ void store_4(T* to, const Four<float>& four, int vali
   }
 }
 
+__device__ __forceinline__ Four<float> operator*(float factor, Four<float> four) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) four.value[i] *= factor;
+  return four;
+}
+
+template <typename T>
+__device__ __forceinline__ void add(Four<float>& to, const Four<T>& four) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to.value[i] += float(four.value[i]);
+}
+
+// Eight neighbouring values.
+template <typename T>
+struct Eight {
+  Four<T> low, high;
+};
+
+// All there and to be moved at once, 16 bytes at a time.
+template <typename T>
+__device__ __forceinline__ void store_8(T* to, const Eight<float>& eight) {
+  struct alignas(16) {
+    Four<T> low, high;
+  } const rounded{round_to(eight.low, T()), round_to(eight.high, T())};
+  const uint4* from = reinterpret_cast<const uint4*>(&rounded);
+#pragma unroll
+  for (int i = 0; i < int(sizeof(rounded) / sizeof(uint4)); ++i) reinterpret_cast<uint4*>(to)[i] = from[i];
+}
+
 template <typename T, typename Like>
 using MatchConst = std::conditional_t<std::is_const_v<Like>, const T, T>;
 

@@ -261,17 +261,14 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
       if (combine) before_bulk_add();
       __syncthreads();
       if (through) {
-        const Form form{to.activation.kind, to.activation.gated};
-        const StagedRows<kPitch, false> staged_rows{staged};
+        const StagedRows<kPitch> staged_rows{staged};
         const int row = tile.row + first, thread = ptx::keep(threadIdx.x);
         if (to.through == Through::activation) {
-          activate_rows<kThreads, kHalf, false, T>(form, to, tile.expert, p.N, row, tile.column, columns, staged_rows, rows,
-                                                   thread);
+          activate_rows<kThreads, kHalf, T>(to, tile.expert, p.N, row, tile.column, columns, staged_rows, rows, thread);
         } else {
           constexpr int kTogether = kStagedRows == kTile ? 4 : 1;  // the sums still take registers otherwise
-          activation_grad_rows<kThreads, kTile, kTogether, false, T>(
-              form, to, tile.expert, p.S, p.N, row, tile.column, columns, staged_rows, assignment + first, row_weight + first,
-              rows, thread);
+          activation_grad_rows<kThreads, kTogether, T>(to, tile.expert, p.S, p.N, row, tile.column, columns, staged_rows,
+                                                       assignment + first, row_weight + first, rows, thread);
         }
         continue;
       }

@@ -93,10 +93,10 @@ __device__ __forceinline__ void load_row(uint32_t to, int i, const char* from, i
   }
 }
 
-template <int kValue>
+template <auto kValue>
 struct Constant {
-  static constexpr int value = kValue;
-  __device__ constexpr operator int() const { return kValue; }
+  static constexpr auto value = kValue;
+  __device__ constexpr operator decltype(kValue)() const { return kValue; }
 };
 
 template <int kLeft, int kRight>

@@ -288,7 +288,8 @@ void gemm_combine(const Tensor& a, const Tensor& w, const Tensor& offs, const Te
 
 Activation activation(int64_t kind, bool gated, bool interleaved, double limit, double alpha, double up_offset) {
   check(0 <= kind && kind <= int64_t(ActivationKind::relu2), "no such activation");
-  return {ActivationKind(kind), gated, interleaved && gated, float(limit), float(alpha), float(up_offset)};
+  // Without a gate what is activated has the factor 0 + 1.
+  return {ActivationKind(kind), gated, interleaved && gated, float(limit), float(alpha), gated ? float(up_offset) : 1.f};
 }
 
 bool halves_vectorizable(const Tensor& tensor, const Activation& f) {
@@ -343,7 +344,8 @@ void gemm_activation_grad(const Tensor& a, const Tensor& w, const Tensor& offs, 
     set_out(e, *weighted);
   }
   if (dot) e.dot = row_dots(p, *dot);
-  const bool boxes = chunked(pre, 1) && chunked_if_there(d_pre) && chunked_if_there(weighted);
+  const bool rows = p.N * int64_t(pre.element_size()) % 16 == 0;  // either half of what was activated begins at 16 bytes
+  const bool boxes = rows && chunked(pre, 1) && chunked_if_there(d_pre) && chunked_if_there(weighted);
   multiply(p, a, w, offs, boxes, {}, Launch(a));
 }
 

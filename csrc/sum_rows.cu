@@ -5,33 +5,69 @@
 namespace moe {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kColumns = 8;  // of a row are a thread's at a time
 
-__global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ SumRowsProblem p) {
-  const int64_t words = (p.N + 3) / 4;  // of four columns
-  for (int64_t i = blockIdx.x * int64_t(kThreads) + threadIdx.x; i < p.T * words; i += int64_t(gridDim.x) * kThreads) {
-    const int64_t token = i / words, column = i % words * 4;
-    const int valid = int(min(p.N - column, int64_t(4)));
-    Four<float> sum = {};
-#pragma unroll 4
-    for (int j = 0; j < p.top_k; ++j) {
-      const int64_t row = token * p.top_k + j;
-      typed(p.rows, p.rows_type, [&](const auto* rows) {
-        const auto value = load_4(rows + row * p.rows_stride + column, valid, p.vector);
+// Neighbouring values; those at or past `valid` are 0. kVector: all are there, and may be moved at once.
+template <typename T>
+struct alignas(16) Columns {
+  T value[kColumns];
+};
+template <bool kVector, typename T>
+__device__ __forceinline__ Columns<T> load_columns(const T* from, int valid) {
+  if (kVector) return *reinterpret_cast<const Columns<T>*>(from);
+  Columns<T> columns;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) sum.value[k] += float(value.value[k]);
+  for (int i = 0; i < kColumns; ++i) columns.value[i] = i < valid ? from[i] : T(0.f);
+  return columns;
+}
+
+template <bool kVector, typename T>
+__device__ __forceinline__ void add_rows(float (&sum)[kColumns], const T* row, int64_t stride, int rows, int valid) {
+  constexpr int kTogether = kVector ? 16 / sizeof(T) : 1;  // are on their way before the first of them is added
+  for (int first = 0; first < rows; first += kTogether, row += kTogether * stride) {
+    Columns<T> columns[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      columns[j] = first + j < rows ? load_columns<kVector>(row + j * stride, valid) : Columns<T>{};
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) sum[i] += float(columns[j].value[i]);
+    }
+  }
+}
+
+// A warp takes a token at a time.
+__global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ SumRowsProblem p) {
+  const int lane = threadIdx.x % 32;
+  const int64_t warp = (blockIdx.x * int64_t(kThreads) + threadIdx.x) / 32, warps = int64_t(gridDim.x) * (kThreads / 32);
+  for (int64_t token = warp; token < p.T; token += warps) {
+    for (int64_t column = lane * kColumns; column < p.N; column += 32 * kColumns) {
+      const int valid = int(min(p.N - column, int64_t(kColumns)));
+      float sum[kColumns] = {};
+      typed(p.rows, p.rows_type, [&](const auto* rows) {
+        const auto* first = rows + token * p.top_k * p.rows_stride + column;
+        if (p.vector && valid >= kColumns) {
+          add_rows<true>(sum, first, p.rows_stride, p.top_k, kColumns);
+        } else {
+          add_rows<false>(sum, first, p.rows_stride, p.top_k, valid);
+        }
+      });
+      typed(p.out, p.out_type, [&](auto* out) {
+        auto* to = out + token * p.out_stride + column;
+#pragma unroll
+        for (int i = 0; i < kColumns; i += 4) store_4(to + i, {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]}, valid - i, p.vector);
       });
     }
-    typed(p.out, p.out_type, [&](auto* out) { store_4(out + token * p.out_stride + column, sum, valid, p.vector); });
   }
 }
 
 }  // namespace
 
 cudaError_t launch_sum_rows(const SumRowsProblem& problem, int sms, cudaStream_t stream) {
-  const int64_t blocks = (problem.T * ((problem.N + 3) / 4) + kThreads - 1) / kThreads;
-  const int64_t resident = int64_t(sms) * (2048 / kThreads);
-  if (blocks == 0) return cudaSuccess;
+  if (problem.T == 0) return cudaSuccess;
+  const int64_t blocks = (problem.T + kThreads / 32 - 1) / (kThreads / 32), resident = int64_t(sms) * (2048 / kThreads);
   return launch_kernel(sum_rows, unsigned(blocks < resident ? blocks : resident), kThreads, 0, false, stream, problem);
 }
 

@@ -105,6 +105,27 @@ def test_no_kernel_spills_registers(kernels):
     assert [f"{kernel.arch}: {build_tool.demangle(kernel.name)}" for kernel in kernels if kernel.spills] == []
 
 
+def test_report_of_ptxas():
+    text = """
+ptxas info    : (C7511) Potential Performance Loss: wgmma instructions are serialized in the function 'slow'
+ptxas info    : Compiling entry function 'slow' for 'sm_90a'
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers
+ptxas info    : Compiling entry function 'fast' for 'sm_80'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers
+"""
+    assert build_tool.read_ptxas_report(text) == [
+        build_tool.Kernel("slow", "sm_90a", 168, 8, 16, "wgmma instructions are serialized"),
+        build_tool.Kernel("fast", "sm_80", 40, 0, 0, ""),
+    ]
+
+
+def test_no_kernel_is_slower_than_written(kernels):
+    """ptxas says so where wgmma has too few registers left to work beside anything else; nothing is spilled then."""
+    assert [f"{build_tool.demangle(kernel.name)}: {kernel.loss}" for kernel in kernels if kernel.loss] == []
+
+
 def test_few_kernels(kernels):
     """Every kernel costs compile time and size on every architecture; what may vary at run time does."""
     counts = {arch: len([k for k in kernels if k.arch == arch]) for arch in {kernel.arch for kernel in kernels}}

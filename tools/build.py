@@ -410,6 +410,7 @@ class Kernel:
     registers: int
     stack: int  # bytes
     spills: int  # bytes stored and loaded
+    loss: str  # what ptxas could not do as it was asked to, as when it has wgmma wait for every product
 
 
 def read_ptxas_report(text: str) -> list[Kernel]:
@@ -419,8 +420,17 @@ def read_ptxas_report(text: str) -> list[Kernel]:
         r".*?Used (?P<registers>\d+) registers",
         re.DOTALL,
     )
+    losses = re.compile(r"Potential Performance Loss: (?P<loss>.*?) in the function '(?P<name>\S+)'")
+    lost = {m["name"]: m["loss"] for m in losses.finditer(text)}
     return [
-        Kernel(m["name"], m["arch"], int(m["registers"]), int(m["stack"]), int(m["stores"]) + int(m["loads"]))
+        Kernel(
+            m["name"],
+            m["arch"],
+            int(m["registers"]),
+            int(m["stack"]),
+            int(m["stores"]) + int(m["loads"]),
+            lost.get(m["name"], ""),
+        )
         for m in pattern.finditer(text)
     ]
 
@@ -535,6 +545,8 @@ def print_kernels(kernels: list[Kernel]) -> None:
         for kernel in mine:
             if kernel.spills:
                 print(f"    spills {kernel.spills} bytes: {demangle(kernel.name)}")
+            if kernel.loss:
+                print(f"    {kernel.loss}: {demangle(kernel.name)}")
 
 
 def demangle(name: str) -> str:

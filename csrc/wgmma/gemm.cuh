@@ -9,16 +9,14 @@
 
 #include <cuda.h>
 
-#include "../activation.cuh"
 #include "../config.h"
-#include "../epilogue.cuh"
 #include "../load.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include "../schedule.cuh"
 #include "../start.cuh"
-#include "warpgroups.cuh"
+#include "write.cuh"
 
 namespace moe::wgmma {
 
@@ -29,16 +27,6 @@ constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kNone = -1, kNoMore = -2;  // instead of an expert
 constexpr int kGathering = 1, kTurn = 2;  // named barriers: of the producer; of each consumer
 
-// What the producer tells the consumers of a tile.
-struct Tile {
-  int expert, row, rows, column;  // expert kNone: this CTA has none, though the other one may; kNoMore: there are none
-  int stages, slot, parity;       // how many, and where in the ring the first one is
-  int shares;                     // the cluster's tiles have one expert
-  int told;                       // the parity of being told of it, which the consumer has no register for meanwhile
-  int assignment[kTile];
-  float weight[kTile];
-};
-
 // W is brought in pieces, which the CTAs of a cluster take in turn where they share it: halves of its rows, or where it is
 // contiguous along n 64 columns by half of k.
 template <Major kMajorW, int kTileN>
@@ -48,15 +36,6 @@ struct Pieces {
   static constexpr int kCount = kAlongK ? 2 : kTileN / 64 * 2;
 };
 
-// What there is besides products and weights; a bias may also be activated.
-enum class Term { none, bias, dot, activation, activation_grad };
-
-__host__ __device__ constexpr Through through(Term term) {
-  return term == Term::activation        ? Through::activation
-         : term == Term::activation_grad ? Through::activation_grad
-                                         : Through::nothing;
-}
-
 template <Major kMajorW, Term kTerm>
 constexpr int kTileColumns = tile_columns(kHopperGemm, through(kTerm), kMajorW);
 
@@ -65,11 +44,11 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     gemm(const __grid_constant__ GemmProblem p, const __grid_constant__ CUtensorMap a_map,
          const __grid_constant__ CUtensorMap w_map) {
   constexpr Config kConfig = kHopperGemm;
-  constexpr int kTileN = kTileColumns<kMajorW, kTerm>, kFours = kTileN / 16;  // of each of a thread's rows
+  constexpr int kTileN = kTileColumns<kMajorW, kTerm>;
   constexpr int kBytesA = kTile * kTileK * 2, kBytesW = kTileN * kTileK * 2, kStageBytes = kBytesA + kBytesW;
   static_assert(sizeof(T) == 2 && kStageBytes <= kConfig.stage_bytes() && kConfig.tile_k == kTileK);
   constexpr int kWarpBytes = (kConfig.tables_at() - kStages * kStageBytes) / (kConsumers * 4) / 16 * 16;  // behind the ring
-  static_assert(8 * kTileN * 2 <= kWarpBytes);  // what eight rows of a warp have their dots taken with
+  static_assert(Writer<T, kTerm, kTileN>::kWarpBytes <= kWarpBytes);
   static_assert(kConfig.table_bytes() == kConsumers * sizeof(Tile) + (2 * kStages + 2 * kConsumers) * 8);
 
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -227,36 +206,20 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
     const Tile& tile = tiles[consumer];
     const uint32_t operands_at = ptx::within_cta(stages_at);
     unsigned char* const own_bytes = shared + kStages * kStageBytes + (consumer * 4 + warp) * kWarpBytes;
-    const uint32_t with_at = ptx::shared_address(own_bytes) + lane / 4 * kTileN * 2;
     for (int told = 0;;) {
       ptx::barrier_wait(tile_full(consumer), told);
       if (tile.expert == kNoMore) break;
       const int stages = tile.stages;
       const bool works = tile.expert >= 0;
       turn = {tile.slot, tile.parity};
-      const Epilogue& to = p.epilogue;
-      const bool combine = to.destination == Destination::token, by_row = to.destination == Destination::row;
-      const auto token_of = [&](int row) { return tile.assignment[row] / p.map.top_k; };
-      // Brings what the dots of eight rows of this warp are taken with, while something else is done.
-      const auto bring = [&](int eight) {
-        const int row = eight / 2 * kRows + warp * 16 + eight % 2 * 8 + lane / 4, column = tile.column + lane % 4 * 8;
-        const bool own = row < tile.rows;
-        const int64_t with_row = by_row ? tile.row + (own ? row : 0) : token_of(row);
-        const T* with = static_cast<const T*>(to.dot_with) + with_row * to.dot_with_stride + column;
-#pragma unroll
-        for (int i = 0; i < kTileN / 32; ++i) {
-          const int chunk = i * 4 + lane % 4;
-          ptx::copy_16_or_zero(with_at + (chunk ^ lane / 4) * 16, with + i * 32, own && i * 32 < p.N - column);
-        }
-        ptx::commit_copies();
-      };
-      if (kTerm == Term::dot && works) bring(0);
+      const Writer<T, kTerm, kTileN> writer{p, tile, own_bytes};
+      writer.begin();
       float sums[2][kTileN / 2] = {};
       // A consumer begins when all stages of the tile before have landed: a stage's mbarrier tells the phase it is in from the
       // one before and from no other.
       ptx::named_barrier(kTurn + consumer, kConsumers * kWarpgroup);
       const auto multiply = [&](auto halves, auto columns) {
-        constexpr int kColumns = decltype(columns)::value;
+        constexpr int kColumns = columns;
         int running = -1;  // the slot whose products may not have ended
 #pragma unroll 1
         for (int s = 0; s < stages; ++s, turn.advance()) {
@@ -288,14 +251,18 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
         for (int half = 0; half < halves; ++half) ptx::wgmma_done(sums[half]);
         if (running >= 0) release(running);
       };
-      // What lies outside of the matrices is not multiplied, as far as that goes in halves and in 64 columns that are side by
-      // side.
-      const bool low = tile.rows <= kRows;
-      const auto multiply_rows = [&](auto columns) { low ? multiply(Constant<1>{}, columns) : multiply(Constant<2>{}, columns); };
-      if (works && kTileN > 128 && through(kTerm) == Through::nothing && p.N - tile.column <= 128) {
-        multiply_rows(Constant<128>{});
+      // What lies outside of the matrices is not multiplied, as far as that goes in halves of rows and in 64 columns that are side
+      // by side.
+      const auto multiply_columns = [&](auto columns) {
+        tile.rows <= kRows ? multiply(Constant<1>{}, columns) : multiply(Constant<2>{}, columns);
+      };
+      const int columns = kTerm == Term::activation ? kTileN : p.N - tile.column;
+      if (works && columns <= 64) {
+        multiply_columns(Constant<64>{});
+      } else if (works && kTileN > 128 && columns <= 128) {
+        multiply_columns(Constant<128>{});
       } else if (works) {
-        multiply_rows(Constant<kTileN>{});
+        multiply_columns(Constant<kTileN>{});
       } else {
 #pragma unroll 1
         for (int s = 0; s < stages; ++s, turn.advance()) {
@@ -306,104 +273,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1)
         pass_on();
       }
 
-      if constexpr (through(kTerm) != Through::nothing) {
-        // Few rows of a warp at a time, by way of shared memory.
-        constexpr int kStagedRows = kTileN > 128 ? 4 : 8, kParts = 8 / kStagedRows;
-        static_assert(kStagedRows * kTileN * 4 <= kWarpBytes);
-        const StagedRows<kTileN, true> staged{reinterpret_cast<float*>(own_bytes)};
-#pragma unroll 1
-        for (int step = 0; step < 4 * kParts; ++step) {
-          const int own_thread = int(ptx::keep(threadIdx.x) % kWarpgroup), lane = own_thread % 32;
-          const int first = step / (2 * kParts) * kRows + own_thread / 32 * 16 + step % (2 * kParts) * kStagedRows;
-          const int rows = min(kStagedRows, tile.rows - first), own = lane / 4 - step % kParts * kStagedRows;
-          if (rows <= 0) continue;
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              if (step / kParts != half * 2 + i || unsigned(own) >= kStagedRows) continue;
-              // The four columns of eight that a quarter of the warp writes are turned together.
-              const uint32_t turned = own % 4 * 8, at = ptx::shared_address(staged.data + own * kTileN + lane % 4 * 2);
-#pragma unroll
-              for (int j = 0; j < kTileN / 8; ++j) {
-                ptx::store_shared_8(at + (j * 8 ^ turned) * 4, sums[half][j * 4 + i * 2], sums[half][j * 4 + i * 2 + 1]);
-              }
-            }
-          }
-          __syncwarp();
-          const int columns = min(kTileN, p.N - tile.column);
-          with_form(to.activation, [&](auto form) {
-            const int row = tile.row + first;
-            if constexpr (kTerm == Term::activation) {
-              activate_rows<32, kTileN / 2, true, T>(form, to, tile.expert, p.N, row, tile.column, columns, staged, rows, lane);
-            } else {
-              activation_grad_rows<32, kTileN, 4, true, T>(form, to, tile.expert, p.S, p.N, row, tile.column, columns, staged,
-                                                           tile.assignment + first, tile.weight + first, rows, lane);
-            }
-          });
-          __syncwarp();
-        }
-      } else {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (tile.rows <= half * kRows) continue;
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            // What follows from the thread's number is not held from row to row.
-            const int own_thread = int(ptx::keep(threadIdx.x) % kWarpgroup), lane = own_thread % 32;
-            const int row = half * kRows + own_thread / 32 * 16 + i * 8 + lane / 4;  // of the tile
-            const int own_column = tile.column + fours_column(lane);
-            const bool own = row < tile.rows;
-            const auto inside = [&](int j) { return own && own_column < p.N - j * 16; };  // N may be near 2^31
-
-            if (kTerm == Term::dot && works) {
-              ptx::wait_copies<0>();
-              __syncwarp();
-              float dot = 0.f;
-#pragma unroll
-              for (int j = 0; j < kTileN / 8; ++j) {
-                const float2 with = unpack(ptx::load_shared_4(with_at + (j ^ lane / 4) * 16 + lane % 4 * 4), T());
-                if (tile.column + j * 8 >= p.N) continue;  // an infinite row of A makes NaN of the zeros there
-                const float* pair = &sums[half][j * 4 + i * 2];
-                dot = fmaf(pair[0], with.x, fmaf(pair[1], with.y, dot));
-              }
-              __syncwarp();
-              if (i == 0 || (half == 0 && tile.rows > kRows)) bring(half * 2 + i + 1);
-              dot += __shfl_xor_sync(~0u, dot, 1);
-              dot += __shfl_xor_sync(~0u, dot, 2);
-              // A partial sum a tile, of which there are fewer than `dot` has room for.
-              if (own && lane % 4 == 0) to.dot[int64_t(tile.column / kTileN) * p.S + tile.assignment[row]] = dot;
-            }
-            if (!to.out) continue;
-
-            const int by_map = combine ? token_of(row) : tile.assignment[row];
-            const int64_t out_row = by_row ? tile.row + row : by_map;
-            char* out = static_cast<char*>(to.out) + (out_row * to.out_stride + own_column) * size_of(to.out_type);
-            const float weight = tile.weight[row];
-            const T* bias = nullptr;
-            if (kTerm == Term::bias && works) bias = static_cast<const T*>(to.bias) + tile.expert * to.bias_stride + own_column;
-#pragma unroll
-            for (int j = 0; j < kFours; ++j) {
-              Four<float> four = exchange_for_four(sums[half], i, j, lane);
-              if (!inside(j)) continue;
-              if (kTerm == Term::bias && works) {
-                const Four<T> added = load_4(bias + j * 16, 4, true);
-#pragma unroll
-                for (int n = 0; n < 4; ++n) four.value[n] += float(added.value[n]);
-              }
-#pragma unroll
-              for (int n = 0; n < 4; ++n) four.value[n] *= weight;
-              // What is asked of constants is asked anew each time, for the answers would take registers.
-              if (ptx::keep(int(to.destination)) == int(Destination::token)) {
-                ptx::add_16(reinterpret_cast<float*>(out) + j * 16, four.value);
-              } else {
-                const DType type = DType(ptx::keep(int(to.out_type)));
-                typed(static_cast<void*>(out), type, [&](auto* to_row) { store_4(to_row + j * 16, four, 4, true); });
-              }
-            }
-          }
-        }
-      }
+      writer.write(sums);
       told = tile.told ^ 1;
       ptx::barrier_arrive(tile_empty(consumer));
     }

@@ -161,7 +161,8 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
       const int expert = tile.expert, m = tile.m, n = tile.n, stages = tile.stages;
       ptx::barrier_arrive(tile_empty);
 
-      float sums[kGradColumns / 2] = {};
+      float halves[1][kGradColumns / 2] = {};
+      auto& sums = halves[0];
       uint32_t a[2][kTileK / 16][4];  // of two stages: one is multiplied while the other is prepared
       int running = -1;               // the slot whose products may not have ended
       const auto add_stage = [&](uint32_t (&fragments)[kTileK / 16][4]) {
@@ -265,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, 1) weight_grad(const __grid_constant
         const int own_m = m + consumer * kRows + warp * 16 + i * 8 + lane / 4;
 #pragma unroll
         for (int j = 0; j < kGradColumns / 16; ++j) {
-          Four<float> four = exchange_for_four(sums, i, j, lane);
+          Four<float> four = exchange_for_four(halves, i, j, lane);
           if (own_m >= p.M || own_n + j * 16 >= p.N) continue;
           T* to = out + own_m * p.out_stride + j * 16;
           const Four<T> before = load_4(to, 4, true);

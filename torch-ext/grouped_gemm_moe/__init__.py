@@ -8,6 +8,7 @@ expert MLPs of two matrices. `grouped_gemm` multiplies rows that are grouped alr
 from . import fake, reference  # noqa: F401  (their import registers the fake and the CPU kernels)
 from .activation import Activation
 from .functional import gather_gemm, gemm_combine, grouped_gemm, moe, moe_mlp, route, weight_grad
+from .grouped_mm import grouped_mm
 from .routing import Routing
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "gather_gemm",
     "gemm_combine",
     "grouped_gemm",
+    "grouped_mm",
     "moe",
     "moe_mlp",
     "route",

@@ -18,6 +18,11 @@ def unit_rows(t: torch.Tensor) -> torch.Tensor:
     return t if t.shape[-1] <= 1 or t.stride(-1) == 1 else t.contiguous()
 
 
+def unit_matrices(w):
+    """w with adjacent elements along one of its last two dimensions; either one is read in place."""
+    return w if any(w.shape[d] <= 1 or w.stride(d) == 1 for d in (-1, -2)) else w.contiguous()
+
+
 def _product(
     a, w, routing, gather, combine, out_dtype, *, row_weight=None, bias=None, dot_with=None, dot=None, rows_dtype=None
 ):

@@ -6,7 +6,7 @@ import torch
 
 from ._ops import ops
 from .activation import CLAMPED, KINDS, Activation, Form
-from .autograd import ActivatedProduct, ExpertMLP, GroupedProduct, unit_rows
+from .autograd import ActivatedProduct, ExpertMLP, GroupedProduct, unit_matrices, unit_rows
 from .reference import accumulator_dtype
 from .routing import Routing, sort_by_expert
 
@@ -183,7 +183,7 @@ def gather_gemm(
     form = _form(activation, gated, interleaved)
     if gated and W.shape[1] % 2:
         raise ValueError(f"W must have rows of gate and up, an even number, but its shape is {list(W.shape)}")
-    read = unit_rows(x), _unit_matrices(W), _contiguous(bias)
+    read = unit_rows(x), unit_matrices(W), _contiguous(bias)
     return ActivatedProduct.apply(*read, *_routing_arguments(routing), form, out_dtype, _records(*read))
 
 
@@ -271,7 +271,7 @@ def moe_mlp(
         raise ValueError(f"combine must be None, 'ordered' or 'rounded', but it is {combine!r}")
     _check_buffers(weight_grads, w_up, w_down)
     read = (
-        unit_rows(x), _unit_matrices(w_up), _unit_matrices(w_down), _row_weight(topk_weights, x),
+        unit_rows(x), unit_matrices(w_up), unit_matrices(w_down), _row_weight(topk_weights, x),
         _contiguous(bias_up), _contiguous(bias_down),
     )  # fmt: skip
     routing = sort_by_expert(expert_ids, sizes["E"])
@@ -396,7 +396,7 @@ def weight_grad(
 def _product(x, W, routing, topk_weights, bias, gather, combine, out_dtype):
     """Brings the tensors into the layouts that the ops read, by differentiable steps, and multiplies."""
     row_weight = None if topk_weights is None else _row_weight(topk_weights, x)
-    read = unit_rows(x), _unit_matrices(W), row_weight, _contiguous(bias)
+    read = unit_rows(x), unit_matrices(W), row_weight, _contiguous(bias)
     return GroupedProduct.apply(*read, *_routing_arguments(routing), gather, combine, out_dtype)
 
 
@@ -441,11 +441,6 @@ def _form(activation, gated, interleaved):
     if not gated and interleaved:
         raise ValueError(f"interleaved must be False without a gate, but it is {interleaved}")
     return Form.of(activation, gated, interleaved)
-
-
-def _unit_matrices(W):
-    """W with adjacent elements along one of its last two dimensions; either one is read in place."""
-    return W if any(W.shape[d] <= 1 or W.stride(d) == 1 for d in (-1, -2)) else W.contiguous()
 
 
 def _check(sizes=None, **arguments):

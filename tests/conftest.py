@@ -141,6 +141,17 @@ def dynamo():
     torch._dynamo.reset()
 
 
+@pytest.fixture(scope="module")
+def mesh():
+    """A device mesh of one process, without a network."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
 @contextlib.contextmanager
 def forcing(setting):
     """A setting's configuration is forced, on so few blocks that each takes several tiles one after the other."""

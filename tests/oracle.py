@@ -238,6 +238,11 @@ def last_place(values, dtype):
         return torch.ldexp(torch.full_like(values, info.eps), exponent - 1)
 
 
+def accumulator(dtype):
+    """The dtype that sums of products of `dtype` are taken in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def tolerance(operand, result):
     """The error that honest arithmetic makes, relative to the largest value.
 
@@ -259,8 +264,7 @@ def cancellation(terms, want, operand, result):
     of those cancel. In float32 that is 5e-7 * terms, below what `tolerance` gives unless 19/20 of the terms cancel.
     Rounding to a narrower result adds half a unit in its last place, which for subnormal values is no small part.
     """
-    accumulator = torch.float64 if operand == torch.float64 else torch.float32
-    error = ROUNDINGS * torch.finfo(accumulator).eps / 2 * terms
+    error = ROUNDINGS * torch.finfo(accumulator(operand)).eps / 2 * terms
     return error + last_place(want, result) / 2 if result.itemsize == 2 else error
 
 

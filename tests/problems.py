@@ -9,8 +9,22 @@ import rounding
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LINEAR = ("moe", "grouped_gemm", "gather_gemm", "gather_gemm+bias", "gemm_combine", "gemm_combine+bias")
+LINEAR = (
+    "moe",
+    "grouped_gemm",
+    "grouped_mm",
+    "gather_gemm",
+    "gather_gemm+bias",
+    "gemm_combine",
+    "gemm_combine+bias",
+)
 FUNCTIONS = (*LINEAR, "gather_gemm+activation", "moe_mlp+bias")
+
+
+def with_out_dtype(function, dtype, out_dtype):
+    """The options for a result in out_dtype of operands in dtype; none where the function does not take it, or None."""
+    taken = {"grouped_gemm": (), "grouped_mm": (dtype, oracle.accumulator(dtype))}.get(function, (out_dtype,))
+    return {"out_dtype": out_dtype} if out_dtype in taken and out_dtype is not None else {}
 
 
 class Problem(NamedTuple):
@@ -136,11 +150,18 @@ def build(function, inputs, seed=0, form=None):
                     ids.flatten(),
                 ),
             )
-        case "grouped_gemm":
+        case "grouped_gemm" | "grouped_mm":
             sizes = torch.bincount(expert, minlength=E + 1)[:E]
+            ends = sizes.cumsum(0).int()
+            calls = {
+                "grouped_gemm": lambda kernel, a, W: kernel.grouped_gemm(a, W, sizes.to(a.device)),
+                "grouped_mm": lambda kernel, a, W, **options: kernel.grouped_mm(
+                    a, W.mT, offs=ends.to(a.device), **options
+                ),
+            }
             return Problem(
                 {"a": x[order // max(ids.shape[1], 1)], "W": W},
-                lambda kernel, a, W: kernel.grouped_gemm(a, W, sizes.to(a.device)),
+                calls[function],
                 lambda a, W: oracle.grouped_gemm(a, W, sizes),
                 {"y": expert, "a": expert},
                 dtype,

@@ -184,17 +184,6 @@ def test_layout(kernel, ops, device, function, name):
     refused(kernel, ops, function, spoilt, [name], "strided", "sparse")
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    """A device mesh of one process, without a network."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 @pytest.mark.parametrize("function, name", every())
 def test_distributed_tensor(kernel, ops, mesh, function, name):

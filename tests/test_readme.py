@@ -28,7 +28,8 @@ def blocks(text, on_gpu):
 
 
 @pytest.mark.parametrize("file", ["README.md", "CARD.md"])
-def test_python_blocks_run(file):
+def test_python_blocks_run(file, monkeypatch):
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", torch.nn.functional.grouped_mm)  # a block takes its place
     text = (ROOT / file).read_text()
     found = list(blocks(text, torch.cuda.is_available()))
     assert len(found) == text.count("```python") and found

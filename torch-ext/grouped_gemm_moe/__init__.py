@@ -1,8 +1,9 @@
 """Grouped GEMM with the token permutation of Mixture-of-Experts layers fused into it, differentiable end to end.
 
 `moe` multiplies each token by its experts' matrices and sums the results by routing weight; `moe_mlp` does so with
-expert MLPs of two matrices. `grouped_gemm` multiplies rows that are grouped already. `route`, `gather_gemm` and
-`gemm_combine` are the pieces for MLPs of one's own; `weight_grad` is the gradient of an expert matrix.
+expert MLPs of two matrices. `grouped_gemm` multiplies rows that are grouped already, and `grouped_mm` is torch's
+function for that. `route`, `gather_gemm` and `gemm_combine` are the pieces for MLPs of one's own; `weight_grad` is the
+gradient of an expert matrix.
 """
 
 from . import fake, reference  # noqa: F401  (their import registers the fake and the CPU kernels)

@@ -6,6 +6,7 @@ are `_product`.
 """
 
 import torch
+from torch.autograd import forward_ad
 
 from . import activation
 from ._ops import ops
@@ -21,6 +22,27 @@ def unit_rows(t: torch.Tensor) -> torch.Tensor:
 def unit_matrices(w):
     """w with adjacent elements along one of its last two dimensions; either one is read in place."""
     return w if any(w.shape[d] <= 1 or w.stride(d) == 1 for d in (-1, -2)) else w.contiguous()
+
+
+def in_transform():
+    """Whether one of torch.func's transforms is at work; inside a compiled graph that is the compiler's concern."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def has_tangents(*tensors):
+    """Whether a forward-mode derivative is taken through one of the tensors, some of which may be None."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def refuse_transforms(name, *tensors):
+    """The Functions below have no rules for transforms, and torch's own refusal does not say what it is about."""
+    if in_transform() or has_tangents(*tensors):
+        raise NotImplementedError(
+            f"{name} must not be under a transform of torch.func (grad, vmap, jvp and the like), nor have a "
+            "forward-mode tangent: of grouped_gemm_moe's functions only grouped_mm supports that"
+        )
 
 
 def _product(
@@ -117,6 +139,7 @@ class GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        refuse_transforms("the incoming gradient", dy)
         gradients = _Gradients.apply(dy, *ctx.saved_tensors, *ctx.form, ctx.needs_input_grad[:4])
         return *gradients, *[None] * 7
 
@@ -171,6 +194,7 @@ class ActivatedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d):
+        refuse_transforms("the incoming gradient", d)
         pre, x, w, bias, row_assignment, offs = ctx.saved_tensors
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         wide = accumulator_dtype(x.dtype)
@@ -198,6 +222,7 @@ class ExpertMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        refuse_transforms("the incoming gradient", dy)
         gradients = _MLPGradients.apply(dy, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad[:6])
         return *gradients, *[None] * 9
 

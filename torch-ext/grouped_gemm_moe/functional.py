@@ -6,13 +6,20 @@ import torch
 
 from ._ops import ops
 from .activation import CLAMPED, KINDS, Activation, Form
-from .autograd import ActivatedProduct, ExpertMLP, GroupedProduct, unit_matrices, unit_rows
+from .autograd import (
+    ActivatedProduct,
+    ExpertMLP,
+    GroupedProduct,
+    refuse_transforms,
+    unit_matrices,
+    unit_rows,
+)
 from .reference import accumulator_dtype
 from .routing import Routing, sort_by_expert
 
-_OPERANDS = (torch.float32, torch.bfloat16, torch.float16)
-_WEIGHTS = (*_OPERANDS, torch.float64)
-_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+OPERANDS = (torch.float32, torch.bfloat16, torch.float16)
+_WEIGHTS = (*OPERANDS, torch.float64)
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 _DEVICES = ("cpu", "cuda", "meta")
 
 
@@ -62,7 +69,7 @@ def moe(
     sizes = _check(
         x=(x, "T K"),
         W=(W, "E N K"),
-        expert_ids=(expert_ids, "T k", _INTEGERS),
+        expert_ids=(expert_ids, "T k", INTEGERS),
         topk_weights=(topk_weights, "T k", _WEIGHTS),
     )
     _check_num_rows("expert_ids", expert_ids, sizes["T"] * sizes["k"])
@@ -96,7 +103,7 @@ def grouped_gemm(a: torch.Tensor, W: torch.Tensor, group_sizes: torch.Tensor) ->
         >>> grouped_gemm(a, W, torch.tensor([4, 0, 3])).shape
         torch.Size([7, 8])
     """
-    sizes = _check(a=(a, "S K"), W=(W, "E N K"), group_sizes=(group_sizes, "E", _INTEGERS))
+    sizes = _check(a=(a, "S K"), W=(W, "E N K"), group_sizes=(group_sizes, "E", INTEGERS))
     _check_num_rows("a", a, sizes["S"])
     a, W = _operands(a=a, W=W)
     ends = group_sizes.new_empty(sizes["E"], dtype=torch.int32)
@@ -124,7 +131,7 @@ def route(expert_ids: torch.Tensor, num_experts: int) -> Routing:
         >>> route(torch.tensor([[1, 0], [1, 2]]), 3).offs
         tensor([1, 3, 4], dtype=torch.int32)
     """
-    sizes = _check(expert_ids=(expert_ids, "T k", _INTEGERS))
+    sizes = _check(expert_ids=(expert_ids, "T k", INTEGERS))
     if isinstance(num_experts, bool) or not isinstance(num_experts, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"num_experts must be an int, but it is of type {type(num_experts).__name__}")
     if not 1 <= num_experts < 2**31:
@@ -253,7 +260,7 @@ def moe_mlp(
         x=(x, "T H"),
         w_down=(w_down, "E H I"),
         w_up=(w_up, f"E {rows} H"),
-        expert_ids=(expert_ids, "T k", _INTEGERS),
+        expert_ids=(expert_ids, "T k", INTEGERS),
         topk_weights=(topk_weights, "T k", _WEIGHTS),
         bias_up=(bias_up, f"E {rows}"),
         bias_down=(bias_down, "E H"),
@@ -454,7 +461,8 @@ def _check(sizes=None, **arguments):
         if tensor is None and name.startswith("bias"):
             continue
         dims = dims.split()
-        _check_tensor(name, tensor)
+        check_tensor(name, tensor)
+        refuse_transforms(name, tensor)
         found = list(tensor.shape)
         if len(found) != len(dims):
             raise ValueError(f"{name} must have the shape [{', '.join(dims)}], but its shape is {found}")
@@ -470,7 +478,7 @@ def _check(sizes=None, **arguments):
     return sizes
 
 
-def _check_tensor(name, tensor):
+def check_tensor(name, tensor):
     kind = type(tensor).__name__
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, but it is of type {kind}")
@@ -518,9 +526,9 @@ def _of_one_dtype(**operands):
     device, given = tensor.device.type, operands
     if device != "meta" and torch.is_autocast_enabled(device):
         autocast_dtype = torch.get_autocast_dtype(device)
-        operands = {n: t.to(autocast_dtype) if t is not None and t.dtype in _OPERANDS else t for n, t in given.items()}
+        operands = {n: t.to(autocast_dtype) if t is not None and t.dtype in OPERANDS else t for n, t in given.items()}
     dtype = operands[first].dtype
-    supported = _OPERANDS if device == "cuda" else (*_OPERANDS, torch.float64)
+    supported = OPERANDS if device == "cuda" else (*OPERANDS, torch.float64)
     if dtype not in supported:
         raise ValueError(f"{first} must have one of the dtypes {_names(supported)} on {device}, but it is {dtype}")
     for name, operand in operands.items():
@@ -545,7 +553,7 @@ def _check_buffers(weight_grads, *weights):
         if buffer is None:
             continue
         name = f"weight_grads[{i}]"
-        _check_tensor(name, buffer)
+        check_tensor(name, buffer)
         if buffer is w:
             raise ValueError(f"{name} must be another tensor than the weight, but it is the weight")
         if buffer.shape != w.shape or buffer.device != w.device:
@@ -586,7 +594,7 @@ def _overlaps(tensor):
 def _out_dtype(out_dtype, default, operand):
     if out_dtype is None:
         return default
-    supported = (*_OPERANDS, torch.float64) if operand.dtype is torch.float64 else _OPERANDS
+    supported = (*OPERANDS, torch.float64) if operand.dtype is torch.float64 else OPERANDS
     if out_dtype not in supported:
         raise ValueError(f"out_dtype must be one of {_names(supported)} here, but it is {out_dtype!r}")
     return out_dtype

@@ -6,17 +6,14 @@ Each form is one op, and the gradients of each are two of the forms again, so th
 import torch
 
 from ._ops import ops
-from .autograd import unit_matrices, unit_rows
+from .autograd import has_tangents, in_transform, unit_matrices, unit_rows
+from .functional import INTEGERS, OPERANDS, check_tensor
 from .reference import accumulator_dtype
-
-_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def grouped_mm(
     mat_a: torch.Tensor,
     mat_b: torch.Tensor,
-    *,
     offs: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -33,19 +30,24 @@ def grouped_mm(
     ========= ========= ====================== =========
 
     Args:
-        mat_a, mat_b: float32, bfloat16 or float16 (on the CPU float64 too), of any strides and alignment.
-        offs: [G] of any integer dtype, where each group ends; rising. The last may be less than S: what lies behind it
-            is exactly 0 in the result and in the gradients.
-        bias: [G, N], added to each row of its group where mat_b is 3-D; None otherwise.
+        mat_a, mat_b: float32, bfloat16 or float16, both the same (on the CPU float64 too), of any strides and
+            alignment. Autocast leaves them as they are.
+        offs: [G] of int8, int16, int32, int64 or uint8, where each group ends; rising. The last may be less than S:
+            what lies behind it is exactly 0 in the result and in the gradients.
+        bias: [G, N] in the operands' dtype, added to each row of its group where mat_b is 3-D; None otherwise.
         out_dtype: the operands' unless given; float32 too for narrower ones.
 
     Returns:
         The products, contiguous; sums are taken in float32 (float64 for float64) and rounded once. Differentiable any
-        number of times in mat_a, mat_b and bias; the gradient of a dense operand that is stored by columns is too.
+        number of times in mat_a, mat_b and bias, also forward and under torch.func's transforms. Each gradient has its
+        argument's dtype, and where that is dense by columns so is its gradient. A group without rows gets a gradient
+        of exactly 0. The same bits in each run.
 
     Raises:
         RuntimeError: for ranks, sizes, dtypes or devices that do not agree or are not supported, naming the argument.
-        ValueError: on the CPU for offs that descend or pass S; a GPU's are not read back.
+        ValueError: for a layout that is not strided, and on the CPU for offs that descend or pass S. A GPU's offs are
+            not read back: there wrong ones give wrong numbers, without an access outside the tensors.
+        TypeError: for an argument that is no tensor, and for a DTensor.
 
     Example:
         >>> a, b = torch.randn(7, 16), torch.randn(3, 16, 8)
@@ -53,30 +55,28 @@ def grouped_mm(
         torch.Size([7, 8])
     """
     _check(mat_a, mat_b, offs, bias, out_dtype)
-    if offs is not None and offs.dtype is not torch.int32:
-        wide = offs.dtype is torch.int64  # saturated, so that a wrong end cannot wrap to a plausible one
-        offs = (offs.clamp(-1, torch.iinfo(torch.int32).max) if wide else offs).to(torch.int32)
-    offs = None if offs is None else offs.contiguous()
-    return _Product.apply(mat_a, mat_b, bias, offs, mat_a.dtype if out_dtype is None else out_dtype)
+    return _product(mat_a, mat_b, bias, _ends(offs), mat_a.dtype if out_dtype is None else out_dtype)
+
+
+def _ends(offs):
+    """offs as the ops read them."""
+    if offs is None:
+        return None
+    if offs.dtype is torch.int64:  # saturated, so that a wrong end cannot wrap to a plausible one
+        offs = offs.clamp(-1, torch.iinfo(torch.int32).max)
+    return offs.to(torch.int32).contiguous()
+
+
+def _product(a, b, bias, offs, out_dtype):
+    transformed = in_transform() or has_tangents(a, b, bias)
+    return (_TransformedProduct if transformed else _Product).apply(a, b, bias, offs, out_dtype)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b, bias, offs, out_dtype):
-        ctx.save_for_backward(a, b, offs)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        if a.dim() == 3 and b.dim() == 2:
-            # By columns of b: the same by rows of the transposed product.
-            return _by_rows(b.t(), a.transpose(1, 2), None, offs, out_dtype).t().contiguous()
-        if b.dim() == 2:
-            out = a.new_empty((offs.shape[0], a.shape[0], b.shape[1]), dtype=out_dtype)
-            ops.weight_grad(unit_rows(b), unit_rows(a.t()), offs, None, 1, False, False, None, False, out)
-            return out
-        if a.dim() == 2:
-            return _by_rows(a, b, bias, offs, out_dtype)
-        groups, rows, _ = a.shape
-        ends = torch.arange(1, groups + 1, dtype=torch.int32, device=a.device) * rows
-        return _by_rows(a.reshape(groups * rows, -1), b, bias, ends, out_dtype).view(groups, rows, b.shape[2])
+        _save(ctx, a, b, bias, offs)
+        return _multiply(a, b, bias, offs, out_dtype)
 
     @staticmethod
     def backward(ctx, d):
@@ -89,28 +89,66 @@ class _Product(torch.autograd.Function):
         if need_b:
             db = _like(b, lambda: _again(a.mT, d, offs), lambda: _again(d.mT, a, offs))
         if need_bias:
-            wide = accumulator_dtype(a.dtype)
-            ones = d.new_ones(1, 8 if d.dim() == 2 else 1)  # eight columns keep the rows aligned
-            if d.dim() == 2:
-                sums = _Product.apply(ones.expand(d.shape[0], 8).t(), d, None, offs, wide)[:, 0]
-            else:
-                sums = d.sum(1, dtype=wide)
-            d_bias = sums.to(ctx.bias_dtype)
+            d_bias = _sums_of_groups(d, offs).to(ctx.bias_dtype)
         return da, db, d_bias, None, None
 
 
-def _again(a, b, offs):
-    return _Product.apply(a, b, None, offs, a.dtype)
+class _TransformedProduct(_Product):
+    """The same for torch.func's transforms and forward-mode derivatives.
+
+    Apart, for setup_context costs a call more time than all the checks, and torch's compiler takes no Function with
+    a jvp.
+    """
+
+    @staticmethod
+    def forward(a, b, bias, offs, out_dtype):
+        return _multiply(a, b, bias, offs, out_dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        a, b, bias, offs, ctx.out_dtype = inputs
+        _save(ctx, a, b, bias, offs)
+        ctx.save_for_forward(a, b, offs)
+
+    @staticmethod
+    def jvp(ctx, ta, tb, t_bias, *_):
+        a, b, offs = ctx.saved_tensors
+        ta = torch.zeros_like(a) if ta is None else ta
+        out = _product(ta, b, t_bias, offs, ctx.out_dtype)
+        return out if tb is None else out + _product(a, tb, None, offs, ctx.out_dtype)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        def of_sample(i):
+            return [t if dim is None else t.select(dim, i) for t, dim in zip(arguments, in_dims)]
+
+        return torch.stack([_product(*of_sample(i)) for i in range(info.batch_size)]), 0
 
 
-def _like(operand, gradient, transposed):
-    """The gradient of an operand in its layout: computed as it is, or transposed where the operand is stored so."""
-    by_columns = operand.mT.is_contiguous() and not operand.is_contiguous()
-    return transposed().mT if by_columns else gradient()
+def _save(ctx, a, b, bias, offs):
+    ctx.save_for_backward(a, b, offs)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _multiply(a, b, bias, offs, out_dtype):
+    if a.dim() == 3 and b.dim() == 2:
+        # By columns of b: the same by rows of the transposed product.
+        return _by_rows(b.t(), a.transpose(1, 2), None, offs, out_dtype).t().contiguous()
+    if b.dim() == 2:
+        out = a.new_empty((offs.shape[0], a.shape[0], b.shape[1]), dtype=out_dtype)
+        ops.weight_grad(unit_rows(b), unit_rows(a.t()), offs, None, 1, False, False, None, False, out)
+        return out
+    if a.dim() == 2:
+        return _by_rows(a, b, bias, offs, out_dtype)
+    groups, rows, columns = a.shape
+    ends = torch.arange(1, groups + 1, dtype=torch.int32, device=a.device) * rows
+    return _by_rows(a.reshape(groups * rows, columns), b, bias, ends, out_dtype).view(groups, rows, b.shape[2])
 
 
 def _by_rows(a, b, bias, ends, out_dtype):
     """[S, N] rows of a [S, K], each by its group's matrix in b [G, K, N]."""
+    if b.shape[0] == 0:  # all rows lie behind the last group
+        return a.new_zeros((a.shape[0], b.shape[2]), dtype=out_dtype)
     out = a.new_empty((a.shape[0], b.shape[2]), dtype=out_dtype)
     bias = None if bias is None else bias.contiguous()
     w = unit_matrices(b.transpose(1, 2))
@@ -118,48 +156,83 @@ def _by_rows(a, b, bias, ends, out_dtype):
     return out
 
 
-def _check(a, b, offs, bias, out_dtype):
-    def refuse(name, wanted, found):
-        raise RuntimeError(f"{name} must {wanted}, but {found}")
+def _again(a, b, offs):
+    return _product(a, b, None, offs, a.dtype)
 
-    for name, tensor in (("mat_a", a), ("mat_b", b)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, but it is of type {type(tensor).__name__}")
-        if tensor.dim() not in (2, 3):
-            refuse(name, "have 2 or 3 dimensions", f"its shape is {list(tensor.shape)}")
-    supported = _DTYPES if a.device.type != "cuda" else _DTYPES[:3]
-    if a.dtype not in supported:
-        refuse("mat_a", f"be one of {', '.join(map(str, supported))} on {a.device.type}", f"it is {a.dtype}")
-    if b.dtype is not a.dtype:
-        refuse("mat_b", f"be {a.dtype} as mat_a is", f"it is {b.dtype}")
-    if b.device != a.device:
-        refuse("mat_b", f"be on {a.device} as mat_a is", f"it is on {b.device}")
-    if a.shape[-1] != b.shape[-2]:
-        refuse("mat_b", f"have {a.shape[-1]} rows as mat_a has columns", f"its shape is {list(b.shape)}")
-    both = a.dim() == b.dim() == 3
-    if both and a.shape[0] != b.shape[0]:
-        refuse("mat_b", f"have {a.shape[0]} groups as mat_a has", f"its shape is {list(b.shape)}")
-    if both and offs is not None:
-        refuse("offs", "be None where both operands are 3-D", "it is given")
-    if not both:
-        if not isinstance(offs, torch.Tensor):
-            refuse("offs", "be a tensor where an operand is 2-D", f"it is {offs}")
-        if offs.dim() != 1 or offs.dtype not in _INTEGERS:
-            refuse("offs", "be 1-D and of integers", f"it is {offs.dtype} {list(offs.shape)}")
-        if offs.device != a.device:
-            refuse("offs", f"be on {a.device} as mat_a is", f"it is on {offs.device}")
-        groups = b.shape[0] if b.dim() == 3 else a.shape[0] if a.dim() == 3 else offs.shape[0]
-        if offs.shape[0] != groups:
-            refuse("offs", f"have {groups} ends, one for each group", f"its shape is {list(offs.shape)}")
+
+def _like(operand, gradient, transposed):
+    """The gradient of an operand, computed transposed where that is dense by columns: torch's own rule."""
+    by_columns = operand.mT.is_contiguous() and not operand.is_contiguous()
+    return transposed().mT if by_columns else gradient()
+
+
+def _sums_of_groups(d, offs):
+    """The rows of each group added up, [G, N]."""
+    wide = accumulator_dtype(d.dtype)
+    if d.dim() == 3:
+        return d.sum(1, dtype=wide)
+    ones = d.new_ones(1, 8).expand(d.shape[0], 8)  # eight columns keep the rows aligned
+    return _product(ones.t(), d, None, offs, wide)[:, 0]
+
+
+def _check(a, b, offs, bias, out_dtype):
+    _check_operands(a, b)
+    _check_offs(offs, a, b)
     if bias is not None:
-        if not isinstance(bias, torch.Tensor):
-            raise TypeError(f"bias must be a tensor or None, but it is of type {type(bias).__name__}")
-        if b.dim() == 2:
-            refuse("bias", "be None where mat_b is 2-D", f"its shape is {list(bias.shape)}")
-        if bias.shape != (b.shape[0], b.shape[2]):
-            refuse("bias", f"have the shape {[b.shape[0], b.shape[2]]}", f"its shape is {list(bias.shape)}")
-        if bias.dtype is not a.dtype or bias.device != a.device:
-            refuse("bias", f"be {a.dtype} on {a.device} as mat_a is", f"it is {bias.dtype} on {bias.device}")
-    if out_dtype not in (None, a.dtype, accumulator_dtype(a.dtype)):
-        allowed = " or ".join(map(str, dict.fromkeys((a.dtype, accumulator_dtype(a.dtype)))))
-        refuse("out_dtype", f"be {allowed} here", f"it is {out_dtype!r}")
+        _check_bias(bias, a, b)
+    allowed = dict.fromkeys((a.dtype, accumulator_dtype(a.dtype)))
+    if out_dtype is not None and out_dtype not in allowed:
+        _refuse("out_dtype", f"be {' or '.join(map(str, allowed))} here", f"it is {out_dtype!r}")
+
+
+def _check_operands(a, b):
+    for name, operand in (("mat_a", a), ("mat_b", b)):
+        check_tensor(name, operand)
+        if operand.dim() not in (2, 3):
+            _refuse(name, "have 2 or 3 dimensions", f"its shape is {list(operand.shape)}")
+    supported = OPERANDS if a.device.type == "cuda" else (*OPERANDS, torch.float64)
+    if a.dtype not in supported:
+        _refuse("mat_a", f"be one of {', '.join(map(str, supported))} on {a.device.type}", f"it is {a.dtype}")
+    _check_alike("mat_b", b, a)
+    if a.shape[-1] != b.shape[-2]:
+        _refuse("mat_b", f"have {a.shape[-1]} rows as mat_a has columns", f"its shape is {list(b.shape)}")
+    if a.dim() == b.dim() == 3 and a.shape[0] != b.shape[0]:
+        _refuse("mat_b", f"have {a.shape[0]} groups as mat_a has", f"its shape is {list(b.shape)}")
+    for name, operand in (("mat_a", a), ("mat_b", b)):
+        if operand.shape[:-1].numel() >= 2**31 or operand.shape[-1] >= 2**31:
+            _refuse(name, "have fewer than 2**31 rows and columns", f"its shape is {list(operand.shape)}")
+
+
+def _check_alike(name, tensor, a):
+    if tensor.dtype is not a.dtype or tensor.device != a.device:
+        _refuse(name, f"be {a.dtype} on {a.device} as mat_a is", f"it is {tensor.dtype} on {tensor.device}")
+
+
+def _check_offs(offs, a, b):
+    if a.dim() == b.dim() == 3:
+        if offs is not None:
+            _refuse("offs", "be None where both operands are 3-D", "it is given")
+        return
+    if offs is None:
+        _refuse("offs", "be given where an operand is 2-D", "it is None")
+    check_tensor("offs", offs)
+    if offs.dim() != 1 or offs.dtype not in INTEGERS:
+        _refuse("offs", "be 1-D and of integers", f"it is {offs.dtype} {list(offs.shape)}")
+    if offs.device != a.device:
+        _refuse("offs", f"be on {a.device} as mat_a is", f"it is on {offs.device}")
+    groups = b.shape[0] if b.dim() == 3 else a.shape[0] if a.dim() == 3 else offs.shape[0]
+    if offs.shape[0] != groups:
+        _refuse("offs", f"have {groups} ends, one for each group", f"its shape is {list(offs.shape)}")
+
+
+def _check_bias(bias, a, b):
+    check_tensor("bias", bias)
+    if b.dim() == 2:
+        _refuse("bias", "be None where mat_b is 2-D", f"its shape is {list(bias.shape)}")
+    if bias.shape != (b.shape[0], b.shape[2]):
+        _refuse("bias", f"have the shape {[b.shape[0], b.shape[2]]}", f"its shape is {list(bias.shape)}")
+    _check_alike("bias", bias, a)
+
+
+def _refuse(name, wanted, found):
+    raise RuntimeError(f"{name} must {wanted}, but {found}")  # torch's kind of error

@@ -5,12 +5,15 @@ in test_gradients.py, of bits that change between runs in test_determinism.py, o
 """
 
 import contextlib
+import io
 import itertools
+from functools import partial
 
 import oracle
 import problems
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 FUNCTIONS = problems.FUNCTIONS
 CAST = [function for function in FUNCTIONS if function != "grouped_mm"]  # by autocast; the other is as torch's
@@ -165,15 +168,45 @@ def test_current_weights_are_used(kernel, device):
         oracle.assert_close(kernel.moe(x, parameter, ids, weights), factor * want, 1e-5)
 
 
-def test_activation_checkpointing(kernel, device):
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["hooks", "reentrant"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_activation_checkpointing(kernel, device, function, use_reentrant):
     """The forward runs again in backward, and gives the same gradients."""
-    problem = problems.make("moe", 20, 32, 16, 4, 2, device=device)
+    problem = problems.make(function, 20, 32, 16, 4, 2, device=device, distribution="skipped")
     _, want = problems.run(kernel, problem)
-    leaves = problem.leaves()
-    y = torch.utils.checkpoint.checkpoint(lambda *t: problem.call(kernel, *t), *leaves.values(), use_reentrant=False)
+    leaves, runs = problem.leaves(), []
+
+    def layer(*tensors):
+        runs.append(torch.is_grad_enabled())
+        return problem.call(kernel, **dict(zip(leaves, tensors, strict=True)))
+
+    y = torch.utils.checkpoint.checkpoint(layer, *leaves.values(), use_reentrant=use_reentrant)
     y.backward(problem.incoming(y))
+    assert runs == [not use_reentrant, True]
     for name, leaf in leaves.items():
-        assert torch.equal(leaf.grad, want[name])
+        assert torch.equal(leaf.grad, want[name]), name
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_saved_tensors_may_be_moved(kernel, device, function):
+    """Hooks that keep what is saved elsewhere, and give back another tensor, which here is always contiguous."""
+    problem = problems.make(function, 20, 32, 16, 4, 2, device=device, distribution="skipped")
+    views = {n: t.mT.contiguous().mT if t.dim() == 3 else t for n, t in problem.tensors.items()}
+    for given in (problem, problem._replace(tensors=views)):
+        with torch.autograd.graph.save_on_cpu():
+            problems.check(kernel, given)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_inference_mode(kernel, device, function):
+    """In it, and of tensors made in it outside of it."""
+    problem = problems.make(function, 20, 32, 16, 4, 2, device=device)
+    want = problem.call(kernel, **problem.tensors)
+    with torch.inference_mode():
+        y = problem.call(kernel, **problem.leaves())
+        made = {name: t.clone() for name, t in problem.tensors.items()}
+    assert y.is_inference() and torch.equal(y, want)
+    assert torch.equal(problem.call(kernel, **made), want)
 
 
 def test_training_learns(kernel, device):
@@ -192,28 +225,55 @@ def test_training_learns(kernel, device):
     assert losses[-1] < losses[0] / 10
 
 
+def with_tangent(total, t):
+    with forward_ad.dual_level():
+        return total(forward_ad.make_dual(t, torch.ones_like(t)))
+
+
+TRANSFORMS = {  # of a scalar function of a tensor, each for all of what torch.func and torch.autograd have
+    "grad": lambda total, t: torch.func.grad(total)(t),
+    "jvp": lambda total, t: torch.func.jvp(total, (t,), (torch.ones_like(t),)),
+    "vmap": lambda total, t: torch.func.vmap(total)(torch.stack([t, t])),
+    "forward mode": with_tangent,
+    "vmap of a backward": lambda total, t: torch.func.vmap(
+        lambda d, y: torch.autograd.grad(y, t, d, retain_graph=True), (0, None)
+    )(torch.ones(2, device=t.device), total(t.requires_grad_())),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("function", [function for function in FUNCTIONS if function != "grouped_mm"])
+def test_transforms_are_refused_by_name(kernel, device, function, transform):
+    """grouped_mm has them: test_grouped_mm.py."""
+    problem = problems.make(function, 6, 8, 6, 3, 2, device=device)
+    for name, tensor in problem.tensors.items():
+        call = partial(lambda name, t: problem.call(kernel, **problem.tensors | {name: t}).sum(), name)
+        with pytest.raises(NotImplementedError, match="of grouped_gemm_moe's functions only grouped_mm supports that"):
+            TRANSFORMS[transform](call, tensor.clone())
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_function_transforms_are_right_or_refused(kernel, device, function):
-    """torch.func and forward-mode derivatives: torch may refuse them, but they are never silently wrong."""
-    problem = problems.make(function, 6, 8, 5, 3, 2, device=device)
-    _, want = problems.run(kernel, problem, torch.ones_like(problem.call(kernel, **problem.tensors)))
-    name, tensor = next(iter(problem.tensors.items()))
+def test_batched_gradients_are_refused(kernel, device, function):
+    """By the name of an operator: they come as a kind of tensor that torch keeps to itself."""
+    problem = problems.make(function, 6, 8, 6, 3, 2, device=device)
+    leaves = problem.leaves()
+    y = problem.call(kernel, **leaves)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for _grouped_gemm_moe"):
+        torch.autograd.grad(y, list(leaves.values()), torch.stack([y, y]).detach(), is_grads_batched=True)
 
-    def total(t):
-        return problem.call(kernel, **problem.tensors | {name: t}).sum()
 
-    tangent = torch.ones_like(tensor)
-    attempts = {
-        "grad": (lambda: torch.func.grad(total)(tensor), want[name]),
-        "jvp": (lambda: torch.func.jvp(total, (tensor,), (tangent,))[1], (want[name] * tangent).sum()),
-        "vmap": (lambda: torch.func.vmap(total)(torch.stack([tensor, tensor])), torch.stack([total(tensor)] * 2)),
-    }
-    for transform, (attempt, expected) in attempts.items():
-        try:
-            got = attempt()
-        except (RuntimeError, NotImplementedError):
-            continue
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=0, msg=transform)
+def test_transforms_of_what_has_no_gradient_are_refused(kernel, device):
+    """route and weight_grad, which would drop a tangent without a word."""
+    x, W, ids, _ = oracle.make(6, 8, 6, 3, 2, device=device)
+    routing = kernel.route(ids, 3)
+    refusal = pytest.raises(NotImplementedError, match="only grouped_mm supports that")
+    with refusal:
+        torch.func.vmap(lambda ids: kernel.route(ids, 3).offs)(torch.stack([ids, ids]))
+    for call in (lambda t: kernel.weight_grad(t, x, routing), lambda t: kernel.weight_grad(x, t, routing)):
+        with refusal:
+            torch.func.jvp(call, (x,), (x,))
+        with refusal:
+            with_tangent(call, x)
 
 
 # Compilers
@@ -245,20 +305,43 @@ def test_meta_tensors_tell_shape_strides_and_dtype(kernel, device, function, dty
                 assert (f.shape, f.stride(), f.dtype) == (g.shape, g.stride(), g.dtype)
 
 
-def test_one_graph_for_all_token_counts(kernel, device, dynamo):
-    """No recompilation as T varies: one static graph and one dynamic graph at most."""
-    from torch._dynamo.testing import CompileCounter
+def count_first(ids, E):
+    """How many tokens have each expert as their first, by operators that no compiler has to ask for a size."""
+    return (ids[:, :1] == torch.arange(E, device=ids.device)).sum(0)
+
+
+LAYERS = {  # of tokens, a weight [E, N, K], ids and routing weights; test_mlp.py has moe_mlp's
+    "moe": lambda kernel, x, W, ids, weights: kernel.moe(x, W, ids, weights),
+    "grouped_gemm": lambda kernel, x, W, ids, weights: kernel.grouped_gemm(x, W, count_first(ids, len(W))),
+    "grouped_mm": lambda kernel, x, W, ids, weights: kernel.grouped_mm(x, W.mT, count_first(ids, len(W)).cumsum(0)),
+    "pieces": lambda kernel, x, W, ids, weights: kernel.gemm_combine(
+        kernel.gather_gemm(x, W, (routing := kernel.route(ids, len(W))), activation="silu", gated=False),
+        W.mT,
+        routing,
+        weights,
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_one_graph_for_all_token_counts(kernel, device, dynamo, layer, backend):
+    """No recompilation as T varies: one static graph and one dynamic graph at most, and nothing between graphs."""
+    from torch._dynamo.testing import CompileCounterWithBackend
 
     x, W, ids, weights = oracle.make(512, 32, 16, 8, 2, device=device)
-    counter = CompileCounter()
-    compiled = torch.compile(
-        lambda x, ids, weights: kernel.moe(x, W, ids, weights).square().sum(), backend=counter, fullgraph=True
-    )
+    call = partial(LAYERS[layer], kernel)
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
     for T in (64, 65, 100, 7, 512, 33, 2):
-        loss = compiled(x[:T].clone().requires_grad_(), ids[:T], weights[:T])
-        loss.backward()
-        want = oracle.moe(x[:T], W, ids[:T], weights[:T]).square().sum()
-        assert abs(float(loss.detach()) - float(want)) <= 1e-5 * float(want)
+        results = []
+        for function in (compiled, call):
+            leaves = [t.clone().requires_grad_() for t in (x[:T], W, weights[:T])]
+            y = function(*leaves[:2], ids[:T], leaves[2])
+            y.square().sum().backward()
+            results.append([y, *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+        for got, want in zip(*results, strict=True):
+            oracle.assert_close(got, want.double(), 1e-6)
     assert counter.frame_count <= 2
 
 
@@ -297,7 +380,9 @@ def test_compiled_in_one_graph(kernel, device, dynamo, function, out_dtype):
             assert torch.equal(gradient, want[name]), name
 
 
-@pytest.mark.parametrize("function", ["moe", "grouped_gemm", "gather_gemm+bias", "gemm_combine+bias", "moe_mlp+bias"])
+@pytest.mark.parametrize(
+    "function", ["moe", "grouped_gemm", "grouped_mm", "gather_gemm+bias", "gemm_combine+bias", "moe_mlp+bias"]
+)
 def test_compiled_by_inductor(kernel, device, dynamo, function):
     """The compiler that torch.compile takes by itself, which may fuse what lies around the products."""
     problem = problems.make(function, 33, 24, 16, 5, 2, device=device, distribution="skipped")
@@ -310,6 +395,70 @@ def test_compiled_by_inductor(kernel, device, dynamo, function):
     _, want = problems.run(kernel, problem, problem.incoming(y) * (y > 0))
     for name, gradient in zip(leaves, gradients, strict=True):
         oracle.assert_close(gradient, want[name].double(), 1e-6)
+
+
+def test_compiled_under_autocast(kernel, device, dynamo):
+    """The region is part of the graph: another one compiles anew, and each has the bits of eager."""
+    problem = problems.make("moe_mlp+bias", 20, 32, 16, 4, 2, device=device)
+    compiled = torch.compile(lambda **tensors: problem.call(kernel, **tensors), backend="aot_eager", fullgraph=True)
+    for dtype in (torch.bfloat16, None, torch.float16):
+        with torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            want, y = problem.call(kernel, **problem.tensors), compiled(**problem.leaves())
+        assert y.dtype == (dtype or torch.float32) and torch.equal(y, want)
+
+
+def test_compiled_and_checkpointed(kernel, device, dynamo):
+    problem = problems.make("moe_mlp+bias", 20, 32, 16, 4, 2, device=device)
+    _, want = problems.run(kernel, problem)
+    leaves = problem.leaves()
+
+    def layer(*tensors):
+        return problem.call(kernel, **dict(zip(leaves, tensors, strict=True)))
+
+    compiled = torch.compile(
+        lambda *tensors: torch.utils.checkpoint.checkpoint(layer, *tensors, use_reentrant=False),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    y = compiled(*leaves.values())
+    y.backward(problem.incoming(y))
+    for name, leaf in leaves.items():
+        assert torch.equal(leaf.grad, want[name]), name
+
+
+class Experts(torch.nn.Module):
+    """A layer of all functions, one after the other."""
+
+    def __init__(self, kernel, device):
+        super().__init__()
+        self.kernel = kernel
+        _, W, _, _ = oracle.make(0, 16, 16, 4, 2, device=device)
+        self.up = torch.nn.Parameter(torch.cat([W, W.flip(0)], 1))
+        self.W = torch.nn.Parameter(W)
+
+    def forward(self, x, ids, weights):
+        y = self.kernel.moe_mlp(x, self.up, self.W, ids, weights)
+        for layer in LAYERS.values():
+            y = layer(self.kernel, y, self.W, ids, weights)
+        return y
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
+def test_export(kernel, device, dynamo, strict):
+    """Of a layer for inference, with any number of tokens, saved and loaded."""
+    layer = Experts(kernel, device).eval()
+    x, _, ids, weights = oracle.make(30, 16, 1, 4, 2, device=device)
+    sizes = ({0: torch.export.Dim("T", min=2, max=4096)},) * 3
+    with torch.no_grad():
+        program = torch.export.export(layer, (x[:9], ids[:9], weights[:9]), dynamic_shapes=sizes, strict=strict)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    for exported in (program, program.run_decompositions(), torch.export.load(file)):
+        for T in (2, 9, 30):
+            with torch.no_grad():
+                got = exported.module()(x[:T], ids[:T], weights[:T])
+                assert torch.equal(got, layer(x[:T], ids[:T], weights[:T]))
 
 
 # GPU: synchronisation, graphs, streams, devices

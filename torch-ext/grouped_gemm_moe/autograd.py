@@ -40,7 +40,7 @@ def refuse_transforms(name, *tensors):
     """The Functions below have no rules for transforms, and torch's own refusal does not say what it is about."""
     if in_transform() or has_tangents(*tensors):
         raise NotImplementedError(
-            f"{name} must not be under a transform of torch.func (grad, vmap, jvp and the like), nor have a "
+            f"{name} must not be given inside a transform of torch.func (grad, vmap, jvp and the like), nor with a "
             "forward-mode tangent: of grouped_gemm_moe's functions only grouped_mm supports that"
         )
 

@@ -3,6 +3,8 @@
 Each form is one op, and the gradients of each are two of the forms again, so that they can be differentiated in turn.
 """
 
+import math
+
 import torch
 
 from ._ops import ops
@@ -199,7 +201,7 @@ def _check_operands(a, b):
     if a.dim() == b.dim() == 3 and a.shape[0] != b.shape[0]:
         _refuse("mat_b", f"have {a.shape[0]} groups as mat_a has", f"its shape is {list(b.shape)}")
     for name, operand in (("mat_a", a), ("mat_b", b)):
-        if operand.shape[:-1].numel() >= 2**31 or operand.shape[-1] >= 2**31:
+        if math.prod(operand.shape[:-1]) >= 2**31 or operand.shape[-1] >= 2**31:
             _refuse(name, "have fewer than 2**31 rows and columns", f"its shape is {list(operand.shape)}")
 
 

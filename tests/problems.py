@@ -285,13 +285,16 @@ def launches(run):
 
 
 @contextmanager
-def deterministic():
-    """Deterministic algorithms: torch then also fills what torch.empty returns with NaN."""
+def deterministic(fill=True):
+    """Deterministic algorithms; with `fill` torch also fills what torch.empty returns with NaN, as is its default."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = fill
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = before
 
 
 class Calls(TorchDispatchMode):

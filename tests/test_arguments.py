@@ -184,7 +184,6 @@ def test_layout(kernel, ops, device, function, name):
     refused(kernel, ops, function, spoilt, [name], "strided", "sparse")
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 @pytest.mark.parametrize("function, name", every())
 def test_distributed_tensor(kernel, ops, mesh, function, name):
     from torch.distributed.tensor import DTensor

@@ -7,6 +7,7 @@ in test_gradients.py, of bits that change between runs in test_determinism.py, o
 import contextlib
 import io
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import oracle
@@ -209,6 +210,34 @@ def test_inference_mode(kernel, device, function):
     assert torch.equal(problem.call(kernel, **made), want)
 
 
+def test_local_shards_of_a_distributed_weight(kernel, mesh):
+    """to_local() is what the message about a DTensor advises; its gradient comes back as a DTensor."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    problem = problems.make("moe", 20, 32, 16, 4, 2)
+    want, gradients = problems.run(kernel, problem)
+    weight = torch.nn.Parameter(DTensor.from_local(problem.tensors["W"], mesh, [Shard(0)]))
+    y = problem.call(kernel, **problem.tensors | {"W": weight.to_local()})
+    y.backward(problem.incoming(y))
+    assert torch.equal(y, want) and isinstance(weight.grad, DTensor)
+    assert torch.equal(weight.grad.to_local(), gradients["W"])
+
+
+def test_fully_sharded_layer(kernel, mesh):
+    """FSDP2 hands a layer plain weights for as long as it runs, and takes the gradients back."""
+    from torch.distributed.fsdp import fully_shard
+
+    plain, sharded = Experts(kernel, "cpu"), fully_shard(Experts(kernel, "cpu"), mesh=mesh)
+    x, _, ids, weights = oracle.make(30, 16, 1, 4, 2)
+    results = []
+    for layer in (plain, sharded):
+        y = layer(x, ids, weights)
+        y.square().sum().backward()
+        gradients = [p.grad for p in layer.parameters()]
+        results.append([y, *(g if layer is plain else g.to_local() for g in gradients)])
+    assert all(map(torch.equal, *results))
+
+
 def test_training_learns(kernel, device):
     """A few optimiser steps through all three gradients fit a layer to another one."""
     x, W, ids, weights = oracle.make(128, 16, 16, 4, 2, device=device)
@@ -310,8 +339,9 @@ def count_first(ids, E):
     return (ids[:, :1] == torch.arange(E, device=ids.device)).sum(0)
 
 
-LAYERS = {  # of tokens, a weight [E, N, K], ids and routing weights; test_mlp.py has moe_mlp's
+LAYERS = {  # of tokens, a weight [E, N, K], ids and routing weights, so that they may follow the ids
     "moe": lambda kernel, x, W, ids, weights: kernel.moe(x, W, ids, weights),
+    "moe_mlp": lambda kernel, x, W, ids, weights: kernel.moe_mlp(x, W, W.mT, ids, weights, gated=False),
     "grouped_gemm": lambda kernel, x, W, ids, weights: kernel.grouped_gemm(x, W, count_first(ids, len(W))),
     "grouped_mm": lambda kernel, x, W, ids, weights: kernel.grouped_mm(x, W.mT, count_first(ids, len(W)).cumsum(0)),
     "pieces": lambda kernel, x, W, ids, weights: kernel.gemm_combine(
@@ -427,20 +457,19 @@ def test_compiled_and_checkpointed(kernel, device, dynamo):
 
 
 class Experts(torch.nn.Module):
-    """A layer of all functions, one after the other."""
+    """Layers one after the other: all functions."""
 
-    def __init__(self, kernel, device):
+    def __init__(self, kernel, device, layers=tuple(LAYERS)):
         super().__init__()
-        self.kernel = kernel
-        _, W, _, _ = oracle.make(0, 16, 16, 4, 2, device=device)
-        self.up = torch.nn.Parameter(torch.cat([W, W.flip(0)], 1))
-        self.W = torch.nn.Parameter(W)
+        self.kernel, self.layers = kernel, layers
+        self.weights = torch.nn.ParameterList(
+            oracle.make(0, 16, 16, 4, 2, device=device, seed=i).W for i in range(len(layers))
+        )
 
     def forward(self, x, ids, weights):
-        y = self.kernel.moe_mlp(x, self.up, self.W, ids, weights)
-        for layer in LAYERS.values():
-            y = layer(self.kernel, y, self.W, ids, weights)
-        return y
+        for layer, W in zip(self.layers, self.weights, strict=True):
+            x = LAYERS[layer](self.kernel, x, W, ids, weights)
+        return x
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
@@ -461,6 +490,22 @@ def test_export(kernel, device, dynamo, strict):
                 assert torch.equal(got, layer(x[:T], ids[:T], weights[:T]))
 
 
+# Threads
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+def test_threads(kernel, device, deterministic):
+    """Forward and backward in several threads at once, as torch.nn.DataParallel runs them."""
+    many = [problems.make(function, 60, 40, 24, 5, 2, device=device) for function in FUNCTIONS] * 4
+    with problems.deterministic() if deterministic else contextlib.nullcontext():
+        want = [problems.run(kernel, problem) for problem in many]
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(partial(problems.run, kernel), many))
+    for (y, gradients), (right, wanted) in zip(found, want, strict=True):
+        assert torch.equal(y, right)
+        assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
+
+
 # GPU: synchronisation, graphs, streams, devices
 
 
@@ -477,7 +522,7 @@ def test_host_never_waits(kernel, function, k):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("function, launches", [("moe", 4), ("grouped_gemm", 3)])
+@pytest.mark.parametrize("function, launches", [("moe", 4), ("grouped_gemm", 3), ("grouped_mm", 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_few_launches(kernel, dtype, function, launches):
     """For moe the two of the routing, the schedule and the product."""
@@ -536,6 +581,76 @@ def test_every_function_is_captured(kernel, function, k, deterministic):
         oracle.assert_close(got, of_now.double(), oracle.tolerance(torch.bfloat16, got.dtype))
 
 
+def in_default_pool():
+    """Bytes that are allocated outside of the private pools of graphs."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(segment["allocated_size"] for segment in segments if tuple(segment["segment_pool_id"]) == (0, 0))
+
+
+def copies(inputs):
+    """Leaves of their own, all but the ids requiring gradients."""
+    return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs]
+
+
+def layer_step(kernel, layer, backward, dy, x, W, ids, weights):
+    y = LAYERS[layer](kernel, x, W, ids, weights)
+    if not backward:
+        return [y]
+    gradients = torch.autograd.grad(y, (x, W, weights), dy.to(y.dtype), allow_unused=True)
+    return [y, *(gradient for gradient in gradients if gradient is not None)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward and backward"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_graph_of_another_shape_than_the_warm_up(kernel, layer, backward, dtype):
+    """Captured after a call whose sizes take other kernels, without waiting and from the graph's own memory; replayed
+    with other routing and values to the bits of eager calls."""
+    T, K, N, E = 160, 72, 136, 6
+    columns = K if layer in ("moe_mlp", "pieces") else N
+    unaligned = copies(oracle.make(45, 33, 17, E, 3, dtype, "cuda"))
+    dy = torch.randn(T, columns, device="cuda", dtype=dtype)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        layer_step(kernel, layer, backward, torch.ones(45, 33 if columns == K else 17, device="cuda"), *unaligned)
+    inputs = copies(oracle.make(T, K, N, E, 2, dtype, "cuda"))
+    torch.cuda.synchronize()
+    before = in_default_pool()
+    graph = torch.cuda.CUDAGraph()
+    with problems.no_waiting(), torch.cuda.graph(graph):
+        captured = layer_step(kernel, layer, backward, dy, *inputs)
+    assert in_default_pool() == before
+    for seed, distribution in enumerate(("uniform", "skewed", "single", "skipped", "all_skipped", "empty_first")):
+        fresh = oracle.make(T, K, N, E, 2, dtype, "cuda", distribution, seed)
+        with torch.no_grad():
+            for old, new in zip(inputs, fresh, strict=True):
+                old.copy_(new)
+        graph.replay()
+        want = layer_step(kernel, layer, backward, dy, *copies(inputs))
+        assert len(captured) == len(want) and all(map(torch.equal, captured, want)), distribution
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", LAYERS)
+def test_reduce_overhead(kernel, dynamo, layer):
+    """The compiler's own graphs, of forward and backward, which it skips for functions that it does not trust."""
+    T, K, N, E = 160, 72, 136, 6
+    dynamo.utils.counters.clear()
+    compiled = torch.compile(partial(LAYERS[layer], kernel), mode="reduce-overhead", fullgraph=True)
+    for seed, distribution in enumerate(("uniform", "uniform", "skewed", "skipped", "all_skipped")):
+        inputs = oracle.make(T, K, N, E, 2, torch.bfloat16, "cuda", distribution, seed)
+        results = []
+        for call in (partial(LAYERS[layer], kernel), compiled):
+            torch.compiler.cudagraph_mark_step_begin()
+            x, W, ids, weights = copies(inputs)
+            y = call(x, W, ids, weights)
+            gradients = torch.autograd.grad(y.square().sum(), (x, W, weights), allow_unused=True)
+            results.append([t.detach().clone() for t in (y, *gradients) if t is not None])
+        for want, got in zip(*results, strict=True):
+            oracle.assert_close(got, want.double(), oracle.tolerance(torch.bfloat16, got.dtype))
+    assert not dynamo.utils.counters["inductor"]["cudagraph_skips"]
+
+
 @pytest.mark.gpu
 def test_graphed_training_step(kernel):
     """Forward and backward in graphs, replayed with other routing."""
@@ -577,6 +692,31 @@ def test_current_stream(kernel, function):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_memory_is_handed_on_in_the_order_of_streams(kernel, function):
+    """A call on a side stream still runs when its inputs have been deleted, as record_stream allows, and other work has
+    filled all the memory that was free."""
+    problem = problems.make(function, 200, 128, 136, 8, 2, device="cuda")
+    y, gradients = problems.run(kernel, problem)
+    given = {name: t.clone() for name, t in problem.tensors.items()}
+    dy = problem.incoming(y)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        got, of_side = problems.run(kernel, problem._replace(tensors=given), dy)
+    for t in given.values():
+        t.record_stream(side)
+    shapes = [(t.shape, t.dtype) for t in (*given.values(), y, dy)]
+    given.clear()
+    filled = [torch.full(shape, float("nan"), dtype=dtype, device="cuda") for shape, dtype in shapes * 4]
+    side.synchronize()
+    assert all(t.isnan().all() for t in filled)
+    assert torch.equal(got, y)
+    assert all(torch.equal(of_side[name], gradients[name]) for name in gradients)
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_device_of_the_tensors(kernel, dtype):
@@ -589,3 +729,19 @@ def test_device_of_the_tensors(kernel, dtype):
     x, W, ids, weights = oracle.make(100, 128, 64, 8, 2, dtype, "cuda:1")
     with pytest.raises(ValueError, match="cuda:0"):
         kernel.moe(x.to("cuda:0"), W, ids, weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_data_parallel(kernel):
+    """A thread for each of two GPUs, of which one is current."""
+    layer = Experts(kernel, "cuda:0", ("moe", "moe_mlp", "pieces"))  # those that see a token by itself
+    x, _, ids, weights = oracle.make(64, 16, 1, 4, 2, device="cuda:0")
+    results = []
+    for module in (layer, torch.nn.DataParallel(layer, [0, 1])):
+        layer.zero_grad()
+        y = module(x, ids, weights)
+        y.square().sum().backward()
+        results.append([y.detach(), *(p.grad.clone() for p in layer.parameters())])
+    for want, got in zip(*results, strict=True):
+        oracle.assert_close(got, want.double(), 1e-5)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import nvrtc
 import pytest
+import torch
 import variants
 from variants import ROOT, build_tool, run_build, run_python
 
@@ -166,3 +167,38 @@ def test_device_code_compiles_with_cuda_12_6(kernels):
         reports = list(pool.map(lambda source: compiler.compile(source, [ROOT / "csrc"], "sm_80"), sources))
     compiled = build_tool.read_ptxas_report("\n".join(reports))
     assert len(compiled) == len([kernel for kernel in kernels if kernel.arch == "sm_80"]) > 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_it_was_not_built_for(tmp_path):
+    """An error that says so, after which the process goes on."""
+    arch = "12.0"
+    if torch.cuda.get_device_capability() >= (12, 0):
+        pytest.skip("no GPU is newer than the newest that the package is built for")
+    done = run_build("cuda", "--arch", arch, "--output", tmp_path / "build")
+    if "No CUDA compiler" in done.stderr:
+        skip_unless_ci("there is no nvcc")
+    assert done.returncode == 0, done.stdout + done.stderr
+    script = """
+import sys, torch
+from pathlib import Path
+from kernels import get_local_kernel
+kernel = get_local_kernel(Path(sys.argv[1]), backend="cuda")
+for dtype in (torch.float32, torch.bfloat16):
+    a, W = torch.ones(3, 8, device="cuda", dtype=dtype), torch.ones(2, 8, 8, device="cuda", dtype=dtype)
+    for call in (
+        lambda: kernel.moe(a, W, torch.zeros(3, 1, device="cuda", dtype=torch.int64), torch.ones(3, 1, device="cuda")),
+        lambda: kernel.grouped_gemm(a, W, torch.tensor([1, 2], device="cuda")),
+        lambda: kernel.grouped_mm(a, W, torch.tensor([1, 3], device="cuda")),
+    ):
+        try:
+            call()
+        except RuntimeError as error:
+            print(error)
+        else:
+            raise AssertionError("no error")
+        torch.cuda.synchronize()
+        assert float((a + a).sum()) == 48
+"""
+    errors = run_python(script, tmp_path).splitlines()
+    assert len([error for error in errors if "grouped-gemm-moe: cudaError" in error]) == 6, errors

@@ -116,14 +116,26 @@ def test_routing_weights_alone_store_no_product(kernel, ops, function):
 
 
 @pytest.mark.gpu
-def test_frozen_weights_cost_no_memory(kernel):
-    x, W, ids, weights = oracle.make(64, 1024, 1024, 64, 2, torch.bfloat16, "cuda")
-    y = kernel.moe(x, W, ids, weights.requires_grad_())
+@pytest.mark.parametrize(
+    "function, only",
+    [
+        ("moe", "x"),
+        ("moe", "weights"),
+        ("grouped_gemm", "a"),
+        ("grouped_mm", "a"),
+        ("gather_gemm", "x"),
+        ("gemm_combine", "h"),
+        ("gemm_combine", "weights"),
+    ],
+)
+def test_frozen_weights_cost_no_memory(kernel, function, only):
+    problem = problems.make(function, 64, 1024, 1024, 64, 2, torch.bfloat16, "cuda")
+    y = problem.call(kernel, **problem.leaves((only,)))
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     y.sum().backward()
-    assert torch.cuda.max_memory_allocated() - before < W.nbytes / 50
+    assert torch.cuda.max_memory_allocated() - before < problem.tensors["W"].nbytes / 50
 
 
 INCOMING = {

@@ -340,6 +340,37 @@ def test_meta_tensors_tell_shape_strides_and_dtype(kernel, form):
             assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
+# GPU; test_cases.py has more of the form for rows and matrices
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_graph_replays_with_other_groups(kernel, form, dtype):
+    """Forward and backward: the host waits for nothing, and each replay has the offsets and operands of its moment."""
+    leaves = operands(form, dtype=dtype, device="cuda")
+    offs = offsets(form, ENDS[0], "cuda", torch.int64)
+
+    def step():
+        y = kernel.grouped_mm(*leaves, offs=offs, out_dtype=torch.float32)
+        return y, *torch.autograd.grad(y, leaves, torch.ones((), device="cuda").expand_as(y))
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with problems.no_waiting(), torch.cuda.graph(graph):
+        captured = step()
+    for ends in ENDS:
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf.normal_()
+        if offs is not None:
+            offs.copy_(torch.tensor(ends))
+        graph.replay()
+        assert all(map(torch.equal, captured, step())), ends
+
+
 # Wrong arguments
 
 

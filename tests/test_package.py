@@ -136,6 +136,28 @@ assert not torch.cuda.is_initialized()
     )
 
 
+def test_a_fork_after_the_import_computes():
+    """As workers of a data loader do: the import has started nothing that a child could not use."""
+    run_python(
+        """
+import os, kernels, torch
+torch.set_num_threads(1)
+kernel = kernels.get_kernel("phanerozoic/grouped-gemm-moe", version=1, trust_remote_code=True)
+def gradient(device):
+    generator = torch.Generator().manual_seed(0)
+    a, W = (torch.randn(shape, generator=generator).to(device) for shape in ((6, 8), (3, 4, 8)))
+    y = kernel.grouped_gemm(a, W.requires_grad_(), torch.tensor([3, 0, 2], device=device))
+    return torch.autograd.grad(y.square().sum(), W)[0].cpu()
+want = gradient("cpu")
+child = os.fork()
+if child == 0:
+    got = gradient("cuda" if torch.cuda.is_available() else "cpu")
+    os._exit(int(not torch.allclose(got, want, rtol=1e-5, atol=0)))
+assert os.waitpid(child, 0)[1] == 0
+"""
+    )
+
+
 def test_two_builds_in_one_process(project_copy):
     """Builds of different contents have different names, so that both can be loaded."""
     module = project_copy / "torch-ext" / "grouped_gemm_moe" / "__init__.py"

@@ -75,6 +75,7 @@ if not (Path(__file__).resolve().parents[1] / "tools").is_dir():
         "test_plot.py",
         "test_examples.py",
         "test_readme.py",
+        "test_compatibility.py",
     ]
 
 
@@ -141,18 +142,26 @@ def dynamo():
     torch._dynamo.reset()
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    """A device mesh of one process, without a network."""
-    if not torch.distributed.is_available():
-        pytest.skip("this torch has no torch.distributed")
+@contextlib.contextmanager
+def mesh_of_one():
+    """A device mesh of this process alone, without a network."""
     from torch.distributed.device_mesh import init_device_mesh
 
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("GLOO_SOCKET_IFNAME", "lo")
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    with mesh_of_one() as made:
+        yield made
 
 
 @contextlib.contextmanager

@@ -264,8 +264,9 @@ def misaligned(t, offset=1):
 
 @contextmanager
 def no_waiting():
-    """What would have the host wait for the GPU raises."""
-    torch.cuda.synchronize()
+    """What would have the host wait for the GPU raises; inside of a capture too."""
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -617,9 +617,9 @@ def test_graph_of_another_shape_than_the_warm_up(kernel, layer, backward, dtype)
     torch.cuda.synchronize()
     before = in_default_pool()
     graph = torch.cuda.CUDAGraph()
-    with problems.no_waiting(), torch.cuda.graph(graph):
+    with torch.cuda.graph(graph), problems.no_waiting():
         captured = layer_step(kernel, layer, backward, dy, *inputs)
-    assert in_default_pool() == before
+    assert in_default_pool() <= before
     for seed, distribution in enumerate(("uniform", "skewed", "single", "skipped", "all_skipped", "empty_first")):
         fresh = oracle.make(T, K, N, E, 2, dtype, "cuda", distribution, seed)
         with torch.no_grad():

@@ -9,83 +9,9 @@ import oracle
 import problems
 import pytest
 import torch
+from forms import ENDS, FORMS, RAGGED, check, incoming, laid_out, loop, offsets, operands
 
-FORMS = ("2d x 3d", "3d x 3d", "2d x 2d", "3d x 2d")
-RAGGED = [form for form in FORMS if form != "3d x 3d"]  # those that offs splits
-ENDS = (  # of four groups of up to 128 rows, or whatever the form splits
-    [32, 64, 96, 128],
-    [0, 50, 50, 101],  # the first and one in the middle are empty, and rows are left
-    [1, 8, 77, 77],  # and the last
-    [128, 128, 128, 128],
-    [0, 0, 0, 0],
-)
 SIZES = ({"S": 1}, {"M": 1}, {"N": 1}, {"K": 1}, {"S": 129, "M": 7, "N": 33, "K": 65})
-
-
-def loop(a, b, ends, bias=None):
-    """The definition; what lies behind the last group is 0."""
-    starts = [0, *ends][: len(ends)] if ends else []
-    if a.dim() == b.dim() == 3:
-        out = torch.stack([x @ y for x, y in zip(a, b, strict=True)])
-        return out if bias is None else out + bias[:, None]
-    if b.dim() == 3:
-        biases = b.new_zeros(len(b), b.shape[2]) if bias is None else bias
-        parts = [a[s:e] @ w + v for s, e, w, v in zip(starts, ends, b, biases, strict=True)]
-        return torch.cat([*parts, a.new_zeros(len(a) - ends[-1], b.shape[2])])
-    if a.dim() == 2:
-        return torch.stack([a[:, s:e] @ b[s:e] for s, e in zip(starts, ends, strict=True)])
-    parts = [w @ b[:, s:e] for s, e, w in zip(starts, ends, a, strict=True)]
-    return torch.cat([*parts, b.new_zeros(a.shape[1], b.shape[1] - ends[-1])], 1)
-
-
-def shapes(form, S=128, G=4, M=16, N=32, K=64):
-    return {
-        "2d x 3d": ((S, K), (G, K, N)),
-        "3d x 3d": ((G, M, K), (G, K, N)),
-        "2d x 2d": ((M, S), (S, N)),
-        "3d x 2d": ((G, M, K), (K, S)),
-    }[form]
-
-
-def laid_out(shape, by_columns=False, strided=False, dtype=torch.float32, device="cpu"):
-    """A random operand by rows or columns, dense or as every other matrix and the first half of longer rows."""
-    *groups, rows, columns = shape
-    inner = (columns, rows) if by_columns else (rows, columns)
-    step = 2 if strided else 1
-    wide = torch.randn([step * g for g in groups] + [inner[0], step * inner[1]], device=device).to(dtype)
-    t = wide[::step, :, : inner[1]] if groups else wide[:, : inner[1]]
-    return t.mT if by_columns else t
-
-
-def operands(form, columns=(False, False), strided=False, dtype=torch.float32, device="cpu", **sizes):
-    made = (laid_out(s, c, strided, dtype, device) for s, c in zip(shapes(form, **sizes), columns, strict=True))
-    return [t.requires_grad_() for t in made]
-
-
-def offsets(form, ends, device="cpu", dtype=torch.int32):
-    return None if form == "3d x 3d" else torch.tensor(ends, device=device).to(dtype)
-
-
-def incoming(y, dtype):
-    """A random gradient that is exact in the operands' dtype, which the backward casts it to."""
-    return torch.randn(y.shape, device=y.device).to(dtype).to(y.dtype)
-
-
-def check(call, form, ends, leaves, d=None, **options):
-    """Result and gradients of call, in value, dtype and strides; leaves are the operands and perhaps a bias."""
-    a, b, *bias = leaves
-    given = {"bias": bias[0]} if bias else {}
-    y = call(a, b, offs=offsets(form, ends, a.device), **given, **options)
-    assert y.is_contiguous() and y.dtype == options.get("out_dtype", a.dtype)
-    wide = [t.detach().double().requires_grad_() for t in leaves]
-    want = loop(*wide[:2], ends, *wide[2:])
-    oracle.assert_close(y, want, oracle.tolerance(a.dtype, y.dtype))
-    d = incoming(y, a.dtype) if d is None else d
-    got = torch.autograd.grad(y, leaves, d)
-    for g, w, t in zip(got, torch.autograd.grad(want, wide, d.double()), leaves, strict=True):
-        assert g.dtype == t.dtype
-        oracle.assert_close(g, w, oracle.tolerance(a.dtype, t.dtype))
-    return y, got
 
 
 # Values
@@ -151,19 +77,24 @@ def test_sizes(kernel, setting, form, sizes):
 @pytest.mark.parametrize("none", ["S", "M", "N", "K", "G"])
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_to_do(kernel, place, form, none):
-    """A size of 0 gives a result and gradients of the right shapes, all 0."""
-    G = 0 if none == "G" else 3
-    leaves = operands(form, dtype=place.dtype, device=place.device, **({"S": 12, "G": 3} | {none: 0}))
-    y = kernel.grouped_mm(*leaves, offs=offsets(form, [0 if none == "S" else 5] * G, place.device))
-    want = {"2d x 3d": (12, 32), "3d x 3d": (3, 16, 32), "2d x 2d": (3, 16, 32), "3d x 2d": (16, 12)}[form]
-    letters = {"2d x 3d": "SN", "3d x 3d": "GMN", "2d x 2d": "GMN", "3d x 2d": "MS"}[form]
-    assert y.shape == tuple(0 if letter == none else size for letter, size in zip(letters, want, strict=True))
-    involved = {"2d x 3d": "SKGN", "3d x 3d": "GMKN", "2d x 2d": "MSNG", "3d x 2d": "GMKS"}[form]
-    if none not in involved:
+    """A size of 0, be it of what is summed or of the result, or no group."""
+    sizes = {"S": 12, "G": 3, "M": 16, "N": 32, "K": 64} | {none: 0}
+    leaves = operands(form, dtype=place.dtype, device=place.device, **sizes)
+    ends = [min(5, sizes["S"])] * sizes["G"]
+    with problems.deterministic():  # what is not written is NaN
+        y = kernel.grouped_mm(*leaves, offs=offsets(form, ends, place.device))
+        gradients = torch.autograd.grad(y, leaves, torch.ones_like(y))
+    result = {"2d x 3d": "SN", "3d x 3d": "GMN", "2d x 2d": "GMN", "3d x 2d": "MS"}[form]
+    assert y.shape == tuple(sizes[letter] for letter in result)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    if none == "G":  # the loop needs a group
+        assert not y.any() and not any(g.any() for g in gradients)
         return
-    assert not y.any()
-    for t, g in zip(leaves, torch.autograd.grad(y, leaves, torch.ones_like(y)), strict=True):
-        assert g.shape == t.shape and not g.any()
+    want = loop(*wide, ends)
+    for got, right in zip(
+        (y, *gradients), (want, *torch.autograd.grad(want, wide, torch.ones_like(want))), strict=True
+    ):
+        oracle.assert_close(got, right, oracle.tolerance(place.dtype, place.dtype))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -195,11 +126,12 @@ def test_nothing_behind_the_end_counts(kernel, setting, form):
     with torch.no_grad():
         for rest in behind(*leaves, torch.empty(128, 128))[: 2 if form == "2d x 2d" else 1]:
             rest.fill_(float("nan"))
-    y = kernel.grouped_mm(*leaves, offs=offsets(form, ENDS[1], setting.device))
-    d = torch.randn_like(y)
-    if form != "2d x 2d":
-        behind(*leaves, d)[1].fill_(float("nan"))
-    gradients = torch.autograd.grad(y, leaves, d)
+    with problems.deterministic():  # what is not written is NaN
+        y = kernel.grouped_mm(*leaves, offs=offsets(form, ENDS[1], setting.device))
+        d = torch.randn_like(y)
+        if form != "2d x 2d":
+            behind(*leaves, d)[1].fill_(float("nan"))
+        gradients = torch.autograd.grad(y, leaves, d)
     assert y.isfinite().all() and all(g.isfinite().all() for g in gradients)
     assert all((rest == 0).all() for rest in behind(*gradients, y))
 
@@ -359,7 +291,7 @@ def test_graph_replays_with_other_groups(kernel, form, dtype):
         step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with problems.no_waiting(), torch.cuda.graph(graph):
+    with torch.cuda.graph(graph), problems.no_waiting():
         captured = step()
     for ends in ENDS:
         with torch.no_grad():

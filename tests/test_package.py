@@ -176,12 +176,38 @@ from kernels import get_local_kernel
 first, second = (get_local_kernel(Path(root), backend="cpu") for root in sys.argv[1:])
 assert first.__name__ != second.__name__ and (first.BUILD, second.BUILD) == (0, 1)
 a, W, sizes = torch.randn(3, 4), torch.randn(2, 5, 4), torch.tensor([1, 2])
-assert torch.equal(first.grouped_gemm(a, W, sizes), second.grouped_gemm(a, W, sizes))
+gradients = []
+for kernel in (first, second):
+    leaves = [t.clone().requires_grad_() for t in (a, W)]
+    gradients.append(torch.autograd.grad(kernel.grouped_gemm(*leaves, sizes).square().sum(), leaves))
+    assert kernel.moe.__module__.split(".")[0] == kernel.__name__
+assert all(map(torch.equal, *gradients))
 print("both")
 """,
         *roots,
     )
     assert out == "both\n"
+
+
+def test_one_build_by_two_paths(variant, tmp_path):
+    """The hub's cache and a checkout may hold the same build, whose operators are registered once."""
+    out = run_python(
+        """
+import shutil, sys, torch
+from pathlib import Path
+from kernels import get_kernel, get_local_kernel
+variant, other = map(Path, sys.argv[1:])
+shutil.copytree(variant, other / "build" / variant.name)
+first = get_kernel("phanerozoic/grouped-gemm-moe", version=1, trust_remote_code=True)
+second = get_local_kernel(other)
+a, W, sizes = torch.randn(3, 4), torch.randn(2, 5, 4), torch.tensor([1, 2])
+assert torch.equal(first.grouped_gemm(a, W, sizes), second.grouped_gemm(a, W, sizes))
+print("one")
+""",
+        variant,
+        tmp_path,
+    )
+    assert out == "one\n"
 
 
 def test_get_kernel_takes_the_variant_of_this_checkout(kernel, variant):

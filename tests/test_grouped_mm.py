@@ -154,13 +154,17 @@ def test_more_groups_than_torch_takes(kernel, place, form):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
-def test_offsets_of_any_integer_dtype_and_stride(kernel, device, dtype):
+def test_offsets_of_any_integer_dtype_and_stride(kernel, ops, device, dtype):
+    """The operators get them as they want them, int32 and contiguous."""
     a, b = operands("2d x 3d", device=device)
     ends = [0, 50, 50, 101]
     want = loop(a.double(), b.double(), ends)
     offs = offsets("2d x 3d", ends, device, dtype)
     for given in (offs, offs.repeat_interleave(2)[::2]):
-        oracle.assert_close(kernel.grouped_mm(a, b, offs=given), want, 1e-5)
+        with problems.Calls(ops) as calls:
+            oracle.assert_close(kernel.grouped_mm(a, b, offs=given), want, 1e-5)
+        ((_, read),) = calls.calls
+        assert read["offs"].dtype == torch.int32 and read["offs"].is_contiguous()
 
 
 @pytest.mark.parametrize("ends", [[10, 5, 20, 40], [-1, 5, 10, 40], [10, 20, 30, 129], [2**32, 2**32, 2**32, 2**32]])
@@ -242,8 +246,9 @@ def test_batched_offsets(kernel):
 # Compilers; test_cases.py has more of the form for rows and matrices
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("form", FORMS)
-def test_compiled(kernel, device, dynamo, form):
+def test_compiled(kernel, device, dynamo, form, backend):
     """In one graph, forward and backward: the bits and strides of eager, in each dtype."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         leaves = operands(form, (False, True), dtype=dtype, device=device)

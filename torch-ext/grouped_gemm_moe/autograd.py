@@ -36,12 +36,12 @@ def has_tangents(*tensors):
     return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
-def refuse_transforms(name, *tensors):
+def refuse_transforms(tensors):
     """The Functions below have no rules for transforms, and torch's own refusal does not say what it is about."""
-    if in_transform() or has_tangents(*tensors):
+    if in_transform() or has_tangents(*tensors.values()):
         raise NotImplementedError(
-            f"{name} must not be given inside a transform of torch.func (grad, vmap, jvp and the like), nor with a "
-            "forward-mode tangent: of grouped_gemm_moe's functions only grouped_mm supports that"
+            f"{', '.join(tensors)} must not be given inside a transform of torch.func (grad, vmap, jvp and the like), "
+            "nor with a forward-mode tangent: of grouped_gemm_moe's functions only grouped_mm supports that"
         )
 
 
@@ -139,7 +139,7 @@ class GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        refuse_transforms("the incoming gradient", dy)
+        refuse_transforms({"the incoming gradient": dy})
         gradients = _Gradients.apply(dy, *ctx.saved_tensors, *ctx.form, ctx.needs_input_grad[:4])
         return *gradients, *[None] * 7
 
@@ -194,7 +194,7 @@ class ActivatedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d):
-        refuse_transforms("the incoming gradient", d)
+        refuse_transforms({"the incoming gradient": d})
         pre, x, w, bias, row_assignment, offs = ctx.saved_tensors
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         wide = accumulator_dtype(x.dtype)
@@ -222,7 +222,7 @@ class ExpertMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        refuse_transforms("the incoming gradient", dy)
+        refuse_transforms({"the incoming gradient": dy})
         gradients = _MLPGradients.apply(dy, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad[:6])
         return *gradients, *[None] * 9
 

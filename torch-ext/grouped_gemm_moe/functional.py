@@ -462,7 +462,6 @@ def _check(sizes=None, **arguments):
             continue
         dims = dims.split()
         check_tensor(name, tensor)
-        refuse_transforms(name, tensor)
         found = list(tensor.shape)
         if len(found) != len(dims):
             raise ValueError(f"{name} must have the shape [{', '.join(dims)}], but its shape is {found}")
@@ -475,6 +474,7 @@ def _check(sizes=None, **arguments):
         first = first or (name, tensor.device)
         if tensor.device != first[1]:
             raise ValueError(f"{name} must be on {first[1]} as {first[0]} is, but it is on {tensor.device}")
+    refuse_transforms({name: tensor for name, (tensor, *_) in arguments.items()})
     return sizes
 
 

@@ -149,7 +149,7 @@ def _multiply(a, b, bias, offs, out_dtype):
 
 def _by_rows(a, b, bias, ends, out_dtype):
     """[S, N] rows of a [S, K], each by its group's matrix in b [G, K, N]."""
-    if b.shape[0] == 0:  # all rows lie behind the last group
+    if b.shape[0] == 0:  # there is no matrix to read, and all rows lie behind the last group
         return a.new_zeros((a.shape[0], b.shape[2]), dtype=out_dtype)
     out = a.new_empty((a.shape[0], b.shape[2]), dtype=out_dtype)
     bias = None if bias is None else bias.contiguous()

@@ -234,6 +234,15 @@ def _(mm):
     assert counter.frame_count <= 2
 
 
+@row("`torch.func.vmap` inside of a compiled function", "test_grouped_mm.py::test_vmap_in_a_graph_is_refused")
+def _(mm):
+    torch._dynamo.reset()
+    (a, b), offs = rows_by_matrices(dtype=torch.bfloat16)
+    with torch.no_grad():
+        batched = torch.compile(torch.func.vmap(lambda a: mm(a, b, offs=offs)), backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(batched(torch.stack([a, a]))[1], mm(a, b, offs=offs))
+
+
 @row("`torch.export` of bfloat16", "test_cases.py::test_export")
 def _(mm):
     class Layer(torch.nn.Module):

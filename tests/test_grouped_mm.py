@@ -263,6 +263,17 @@ def test_compiled(kernel, device, dynamo, form, backend):
             assert torch.equal(got, right) and got.stride() == right.stride()
 
 
+def test_vmap_in_a_graph_is_refused(kernel, dynamo):
+    """By the name of an operator: the compiler takes no Function's rule for it."""
+    a, b = operands("2d x 3d")
+    offs = offsets("2d x 3d", ENDS[0])
+    batched = torch.compile(
+        torch.func.vmap(lambda a: kernel.grouped_mm(a, b, offs=offs)), backend="aot_eager", fullgraph=True
+    )
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for _grouped_gemm_moe"):
+        batched(torch.stack([a, a]).detach())
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_meta_tensors_tell_shape_strides_and_dtype(kernel, form):
     for dtype, columns in itertools.product((torch.float32, torch.bfloat16), ((False, False), (True, True))):

@@ -263,6 +263,12 @@ def test_compiled(kernel, device, dynamo, form, backend):
             assert torch.equal(got, right) and got.stride() == right.stride()
 
 
+def test_many_matrices(kernel):
+    """Fewer than 2**31 rows of the result: those of the matrices do not count."""
+    a, b = torch.empty(5, 2**13, device="meta"), torch.empty(2**19, 2**13, 1, device="meta")
+    assert kernel.grouped_mm(a, b, torch.empty(2**19, dtype=torch.int32, device="meta")).shape == (5, 1)
+
+
 def test_vmap_in_a_graph_is_refused(kernel, dynamo):
     """By the name of an operator: the compiler takes no Function's rule for it."""
     a, b = operands("2d x 3d")
@@ -369,6 +375,9 @@ def wrong_calls(device):
     many = ones(1, 4).expand(2**31, 4)
     yield {"mat_a": many}, ("mat_a", "2**31", str([2**31, 4]))
     yield {"mat_a": ones(3, 4), "mat_b": many.T, "bias": None}, ("mat_b", "2**31", str([4, 2**31]))
+    rows, matrices = ones(1, 1, 4).expand(2**16, 2**15, 4), ones(1, 4, 3).expand(2**16, 4, 3)
+    both = {"mat_a": rows, "mat_b": matrices, "offs": None, "bias": None}
+    yield both, ("mat_a", "2**31", str([2**16, 2**15, 4]))
 
 
 def refused(kernel, ops, error, given, fragments):

@@ -3,8 +3,6 @@
 Each form is one op, and the gradients of each are two of the forms again, so that they can be differentiated in turn.
 """
 
-import math
-
 import torch
 
 from ._ops import ops
@@ -198,11 +196,14 @@ def _check_operands(a, b):
     _check_alike("mat_b", b, a)
     if a.shape[-1] != b.shape[-2]:
         _refuse("mat_b", f"have {a.shape[-1]} rows as mat_a has columns", f"its shape is {list(b.shape)}")
-    if a.dim() == b.dim() == 3 and a.shape[0] != b.shape[0]:
-        _refuse("mat_b", f"have {a.shape[0]} groups as mat_a has", f"its shape is {list(b.shape)}")
     for name, operand in (("mat_a", a), ("mat_b", b)):
-        if math.prod(operand.shape[:-1]) >= 2**31 or operand.shape[-1] >= 2**31:
-            _refuse(name, "have fewer than 2**31 rows and columns", f"its shape is {list(operand.shape)}")
+        if any(size >= 2**31 for size in operand.shape):
+            _refuse(name, "have sizes below 2**31", f"its shape is {list(operand.shape)}")
+    if a.dim() == b.dim() == 3:
+        if a.shape[0] != b.shape[0]:
+            _refuse("mat_b", f"have {a.shape[0]} groups as mat_a has", f"its shape is {list(b.shape)}")
+        if a.shape[0] * a.shape[1] >= 2**31:
+            _refuse("mat_a", "have fewer than 2**31 rows in all", f"its shape is {list(a.shape)}")
 
 
 def _check_alike(name, tensor, a):

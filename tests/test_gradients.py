@@ -115,6 +115,24 @@ def test_routing_weights_alone_store_no_product(kernel, ops, function):
     assert arguments["out"] is None
 
 
+@pytest.mark.parametrize("function", problems.LINEAR)
+def test_rows_are_kept_for_the_weights_alone(kernel, function):
+    """Where neither W nor routing weights, which are dotted with the rows, are to have a gradient, the rows may go."""
+    problem = problems.make(function, 20, 16, 24, 4, 2)
+    rows, saved = next(iter(problem.tensors)), []
+
+    def keep(t):
+        saved.append(t.data_ptr())
+        return t
+
+    for asked, kept in ((rows, False), ("W", True)):
+        leaves = problem.leaves((asked,))
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            problem.call(kernel, **leaves)
+        assert saved and (leaves[rows].data_ptr() in saved) == kept
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "function, only",

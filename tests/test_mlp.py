@@ -486,6 +486,22 @@ def test_buffers_of_frozen_weights_are_left_alone(kernel, device):
     assert all(map(torch.equal, made, before))
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["hooks", "reentrant"])
+def test_buffers_under_checkpointing(kernel, device, use_reentrant):
+    """They are added to once, though the forward runs twice."""
+    problem = make(device=device, k=2)
+    _, gradients = problems.run(kernel, problem)
+    made = [torch.zeros_like(problem.tensors[name]) for name in ("w_up", "w_down")]
+    leaves = problem.leaves()
+
+    def layer(*tensors):
+        return problem.call(kernel, **dict(zip(leaves, tensors, strict=True)), weight_grads=tuple(made))
+
+    y = torch.utils.checkpoint.checkpoint(layer, *leaves.values(), use_reentrant=use_reentrant)
+    y.backward(problem.incoming(y))
+    assert all(torch.equal(buffer, gradients[name]) for buffer, name in zip(made, ("w_up", "w_down"), strict=True))
+
+
 def test_buffers_under_autocast(kernel, device):
     """The weights are float32 and cast; their buffers are float32 and not."""
     problem = make(device=device, extra="", k=2)

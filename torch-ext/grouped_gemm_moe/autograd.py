@@ -83,7 +83,7 @@ def _product(
 def _row_gradients(dy, x, w, row_weight, bias, routing, gather, combine, need_x, need_row_weight):
     """Gradients to x and, from the same launch, to row_weight: <dy, w x> = <w.T dy, x>."""
     top_k, num_tokens = routing[2:]
-    back = dy, w.transpose(1, 2), routing, combine, gather, x.dtype if need_x else None
+    back = dy, w.transpose(1, 2), routing, combine, gather, w.dtype if need_x else None
     if not need_row_weight:
         return _product(*back, row_weight=row_weight), None
     dot = _row_dots(x, x.shape[1], num_tokens * top_k)
@@ -126,13 +126,19 @@ def _bias_gradient(dy, bias, row_weight, routing, combine):
     return _weight_gradient(dy, ones, row_weight, routing, False, combine, out)[..., 0].to(bias.dtype)
 
 
+def asked(ctx, *inputs):
+    """Whether the gradient of one of the inputs, by number, may be asked for; the compiler finds that out by itself."""
+    return torch.compiler.is_compiling() or any(ctx.needs_input_grad[i] for i in inputs)
+
+
 class GroupedProduct(torch.autograd.Function):
     """row_weight * (x @ w.T + bias) by expert, for each of the four ways to read and write the rows."""
 
     # forward takes ctx itself: a separate setup_context makes torch bind the signature again in each call.
     @staticmethod
     def forward(ctx, x, w, row_weight, bias, row_assignment, offs, top_k, num_tokens, gather, combine, out_dtype):
-        ctx.save_for_backward(x, w, row_weight, bias, row_assignment, offs)
+        kept = x if asked(ctx, 1, 2) else None  # a product is linear: the gradient to x does without x
+        ctx.save_for_backward(kept, w, row_weight, bias, row_assignment, offs)
         ctx.form = top_k, num_tokens, gather, combine
         routing = Routing(row_assignment, offs, top_k, num_tokens)
         return _product(x, w, routing, gather, combine, out_dtype, row_weight=row_weight, bias=bias)
@@ -152,7 +158,7 @@ class _Gradients(torch.autograd.Function):
         routing = Routing(row_assignment, offs, top_k, num_tokens)
         need_x, need_w, need_row_weight, need_bias = needed
         dx = dw = d_row_weight = d_bias = None
-        dy = unit_rows(dy.to(x.dtype))
+        dy = unit_rows(dy.to(w.dtype))
         if need_x or need_row_weight:
             dx, d_row_weight = _row_gradients(
                 dy, x, w, row_weight, bias, routing, gather, combine, need_x, need_row_weight

@@ -6,7 +6,7 @@ Each form is one op, and the gradients of each are two of the forms again, so th
 import torch
 
 from ._ops import ops
-from .autograd import has_tangents, in_transform, unit_matrices, unit_rows
+from .autograd import asked, has_tangents, in_transform, unit_matrices, unit_rows
 from .functional import INTEGERS, OPERANDS, check_tensor
 from .reference import accumulator_dtype
 
@@ -75,7 +75,8 @@ def _product(a, b, bias, offs, out_dtype):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b, bias, offs, out_dtype):
-        _save(ctx, a, b, bias, offs)
+        ctx.save_for_backward(a if asked(ctx, 1) else None, b if asked(ctx, 0) else None, offs)
+        _note(ctx, a, b)
         return _multiply(a, b, bias, offs, out_dtype)
 
     @staticmethod
@@ -83,13 +84,13 @@ class _Product(torch.autograd.Function):
         a, b, offs = ctx.saved_tensors
         need_a, need_b, need_bias = ctx.needs_input_grad[:3]
         da = db = d_bias = None
-        d = d.to(a.dtype)
+        d = d.to(ctx.dtype)
         if need_a:
-            da = _like(a, lambda: _again(d, b.mT, offs), lambda: _again(b, d.mT, offs))
+            da = _again(b, d.mT, offs).mT if ctx.a_by_columns else _again(d, b.mT, offs)
         if need_b:
-            db = _like(b, lambda: _again(a.mT, d, offs), lambda: _again(d.mT, a, offs))
+            db = _again(d.mT, a, offs).mT if ctx.b_by_columns else _again(a.mT, d, offs)
         if need_bias:
-            d_bias = _sums_of_groups(d, offs).to(ctx.bias_dtype)
+            d_bias = _sums_of_groups(d, offs).to(ctx.dtype)
         return da, db, d_bias, None, None
 
 
@@ -106,9 +107,10 @@ class _TransformedProduct(_Product):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        a, b, bias, offs, ctx.out_dtype = inputs
-        _save(ctx, a, b, bias, offs)
+        a, b, _, offs, ctx.out_dtype = inputs
+        ctx.save_for_backward(a, b, offs)
         ctx.save_for_forward(a, b, offs)
+        _note(ctx, a, b)
 
     @staticmethod
     def jvp(ctx, ta, tb, t_bias, *_):
@@ -125,9 +127,9 @@ class _TransformedProduct(_Product):
         return torch.stack([_product(*of_sample(i)) for i in range(info.batch_size)]), 0
 
 
-def _save(ctx, a, b, bias, offs):
-    ctx.save_for_backward(a, b, offs)
-    ctx.bias_dtype = None if bias is None else bias.dtype
+def _note(ctx, a, b):
+    ctx.dtype = a.dtype
+    ctx.a_by_columns, ctx.b_by_columns = _by_columns(a), _by_columns(b)
 
 
 def _multiply(a, b, bias, offs, out_dtype):
@@ -160,10 +162,9 @@ def _again(a, b, offs):
     return _product(a, b, None, offs, a.dtype)
 
 
-def _like(operand, gradient, transposed):
-    """The gradient of an operand, computed transposed where that is dense by columns: torch's own rule."""
-    by_columns = operand.mT.is_contiguous() and not operand.is_contiguous()
-    return transposed().mT if by_columns else gradient()
+def _by_columns(operand):
+    """Whether an operand is dense by columns. Its gradient is then too, computed transposed: torch's own rule."""
+    return operand.mT.is_contiguous() and not operand.is_contiguous()
 
 
 def _sums_of_groups(d, offs):

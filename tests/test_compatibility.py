@@ -1,8 +1,8 @@
 """docs/compatibility.md against what the two functions do.
 
 Each row is a behaviour, tried here with torch's function and with the package's: it is there ("yes"), it is not ("no":
-a wrong or undefined result), or the call is refused. The tests that a row names show the behaviour at length. A row
-without an attempt needs a GPU; its tests show it there.
+a wrong or undefined result), or the call is refused. The tests that a row names show the behaviour at length; a row
+without an attempt leaves it to them, because it is of the package alone or needs a GPU.
 """
 
 import ast
@@ -30,6 +30,7 @@ class Row(NamedTuple):
     behaviour: str
     attempt: Callable | None  # of the function; raises AssertionError where a result is wrong
     tests: tuple[str, ...]
+    gpu: bool = False
 
 
 ROWS = []
@@ -40,8 +41,8 @@ def row(behaviour, *tests):
     return lambda attempt: ROWS.append(Row(behaviour, attempt, tests)) or attempt
 
 
-def gpu_row(behaviour, *tests):
-    ROWS.append(Row(behaviour, None, tests))
+def row_of_tests(behaviour, *tests, gpu=False):
+    ROWS.append(Row(behaviour, None, tests, gpu))
 
 
 def rows_by_matrices(**options):
@@ -337,22 +338,49 @@ def _(mm):
         refuses(mm, *operands("2d x 3d"), offsets("2d x 3d", ends), (RuntimeError, ValueError))
 
 
+# What its tests alone show
+
+row_of_tests("`torch.library.opcheck` of each operator", "test_ops.py::test_opcheck")
+row_of_tests("several threads at once", "test_cases.py::test_threads")
+row_of_tests(
+    "local shards of DTensors, FSDP2",
+    "test_cases.py::test_local_shards_of_a_distributed_weight",
+    "test_cases.py::test_fully_sharded_layer",
+)
+row_of_tests("a fork after the import", "test_package.py::test_a_fork_after_the_import_computes")
+row_of_tests("two builds in one process", "test_package.py::test_two_builds_in_one_process")
+row_of_tests(
+    "no product, and no memory, for gradients that nothing asks for",
+    "test_gradients.py::test_backward_does_only_what_is_asked",
+    "test_gradients.py::test_rows_are_kept_for_the_weights_alone",
+)
+
 # On a GPU
 
-gpu_row("nothing is read back by the host", "test_cases.py::test_host_never_waits")
-gpu_row(
+row_of_tests("no memory for them on a GPU", "test_gradients.py::test_frozen_weights_cost_no_memory", gpu=True)
+row_of_tests("nothing is read back by the host", "test_cases.py::test_host_never_waits", gpu=True)
+row_of_tests(
     "CUDA graphs, replayed with other offsets",
     "test_grouped_mm.py::test_graph_replays_with_other_groups",
     "test_cases.py::test_graph_of_another_shape_than_the_warm_up",
     "test_cases.py::test_reduce_overhead",
+    gpu=True,
 )
-gpu_row(
+row_of_tests(
     "side streams",
     "test_cases.py::test_current_stream",
     "test_cases.py::test_memory_is_handed_on_in_the_order_of_streams",
+    gpu=True,
 )
-gpu_row("a GPU that is not the current one", "test_cases.py::test_device_of_the_tensors")
-gpu_row("an error on a GPU that was not built for", "test_cuda_build.py::test_a_gpu_that_it_was_not_built_for")
+row_of_tests(
+    "a GPU that is not the current one, two at once",
+    "test_cases.py::test_device_of_the_tensors",
+    "test_cases.py::test_data_parallel",
+    gpu=True,
+)
+row_of_tests(
+    "an error on a GPU that was not built for", "test_cuda_build.py::test_a_gpu_that_it_was_not_built_for", gpu=True
+)
 
 
 def outcome(attempt, mm):
@@ -391,9 +419,9 @@ def test_row(kernel, of):
 
 @pytest.mark.parametrize("test", sorted({test for of in ROWS for test in of.tests}))
 def test_named_tests_exist(test):
-    """And those of rows that need a GPU are marked so."""
+    """Those of rows that need a GPU are marked so, and no others."""
     file, name = test.split("::")
     tree = ast.parse((ROOT / "tests" / file).read_text())
     (found,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
-    if any(test in of.tests and of.attempt is None for of in ROWS):
-        assert any("mark.gpu" in ast.unparse(mark) for mark in found.decorator_list)
+    marked = any("mark.gpu" in ast.unparse(mark) for mark in found.decorator_list)
+    assert [of.behaviour for of in ROWS if test in of.tests and of.gpu != marked] == []

@@ -373,7 +373,7 @@ row_of_tests(
     gpu=True,
 )
 row_of_tests(
-    "a GPU that is not the current one, two at once",
+    "a GPU that is not the current one, and two of them in threads",
     "test_cases.py::test_device_of_the_tensors",
     "test_cases.py::test_data_parallel",
     gpu=True,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gemm.cuh"
+#include "narrow.cuh"
 #include "start.cuh"
 #include "weight_grad.cuh"
 
@@ -11,6 +12,12 @@ template <typename Multiply, bool kVector>
 cudaError_t start_gemm(const Config& config, const GemmProblem& p, int blocks, cudaStream_t stream) {
   const int64_t tiles = max_row_tiles(p.S, p.E, kTile) * pieces(p.N, kTile);
   return start(gemm<Multiply, kVector>, Multiply::kThreads, config, tiles, blocks, false, stream, p);
+}
+
+template <typename Multiply>
+cudaError_t start_narrow(const Config& config, const GemmProblem& p, int blocks, cudaStream_t stream) {
+  const int64_t tiles = int64_t(p.S <= p.E ? p.S : p.E + 1) * pieces(p.N, config.tile_columns);
+  return start(narrow<Multiply>, Multiply::kThreads, config, tiles, blocks, true, stream, p);
 }
 
 template <typename Multiply, bool kVector>

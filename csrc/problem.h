@@ -96,6 +96,7 @@ struct Epilogue {
 
 struct GemmProblem {
   int S, N, K, E;
+  const int* offs;  // [E]: where each expert's rows end
   Rows a;
   RowMap map;
   const char* w;

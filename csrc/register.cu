@@ -166,7 +166,7 @@ Tiles schedule(const Tensor& offs, int S, int E, const Tiling& tiling, const Cle
 }
 
 int block_count(const Config& config, const Launch& launch) {
-  return std::min(launch.sms * config.blocks_per_sm, forced_blocks.load());
+  return std::min(launch.sms * std::max(blocks_on(config, launch.gpu), 1), forced_blocks.load());
 }
 
 template <typename Problem>
@@ -227,11 +227,20 @@ void multiply(GemmProblem& p, const Tensor& a, const Tensor& w, const Tensor& of
   const bool halves = !p.split || p.w_major == Major::k || p.N / 2 * int64_t(w.element_size()) % 16 == 0;
   const bool aligned = chunked(a, 1) && chunked(w, p.w_major == Major::k ? 2 : 1) && halves;
   const bool boxes = boxed_too && boxed(w) && (p.a.gather || boxed(a));
-  const Config& config = choose({Op::gemm, dtype(a), aligned, boxes}, launch);
   const Epilogue& e = p.epilogue;
+  const bool plain = !e.dot_with && e.through != Through::activation_grad && p.E < kNarrowGroups;
+  const bool fine = p.w_major == Major::k;
+  const Config& config = choose({Op::gemm, dtype(a), aligned, boxes, plain, fine, rows_of_tile(p)}, launch);
   const bool cover_rest = (e.out || e.d_pre) && e.destination != Destination::token;
-  const Tiles tiles = schedule(offs, p.S, p.E, {kTile, config.short_rows(), cover_rest}, clear, launch);
-  p.schedule = tiles.schedule;
+  Tiles tiles;
+  if (config.narrow()) {
+    check(flat(offs, ScalarType::Int, p.E), "offs must be contiguous int32 [E]");
+    p.offs = static_cast<const int*>(offs.data_ptr());
+    if (clear.count) check(cudaMemsetAsync(clear.data, 0, clear.count * sizeof(float), launch.stream));
+  } else {
+    tiles = schedule(offs, p.S, p.E, {kTile, config.short_rows(), cover_rest}, clear, launch);
+    p.schedule = tiles.schedule;
+  }
   const int columns = tile_columns(config, e.through, p.w_major);
   p.gap = p.split ? (p.N - columns) / 2 : 0;
   p.raster = raster_of(p, columns, block_count(config, launch) / config.cluster());
@@ -380,7 +389,7 @@ void weight_grad(const Tensor& x, const Tensor& dy, const Tensor& offs, const Ma
   const bool aligned = chunked(x, 1) && chunked(dy, 1);
   const bool narrow = p.out_type == dtype(x) || p.out_type == DType::float32;
   const bool boxes = narrow && chunked(out, transposed ? 1 : 2) && boxed(out);
-  const Config& config = choose({Op::weight_grad, dtype(x), aligned, boxes}, launch);
+  const Config& config = choose({Op::weight_grad, dtype(x), aligned, boxes, false, true}, launch);
   const Tiles tiles = schedule(offs, int(S), p.E, {}, {}, launch);
   p.schedule = tiles.schedule;
   run(config, dtype(x), p, launch);
@@ -440,7 +449,7 @@ Tensor config_table(const Tensor&) {
   Tensor table = torch::stable::empty({kConfigCount, kColumns}, ScalarType::Long);
   int64_t* row = static_cast<int64_t*>(table.data_ptr());
   for (const Config& c : kConfigs) {
-    const int64_t values[kColumns] = {int64_t(c.op), int64_t(c.path),  kTile,           c.tile_columns, c.tile_k,
+    const int64_t values[kColumns] = {int64_t(c.op), int64_t(c.path),  c.tile_rows,     c.tile_columns, c.tile_k,
                                       c.stages,      c.shared_bytes(), c.blocks_per_sm, c.vectorized};
     for (const int64_t value : values) *row++ = value;
   }

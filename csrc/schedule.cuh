@@ -29,6 +29,13 @@ inline Raster raster_of(const GemmProblem& p, int tile_columns, int in_work) {
   return {columns > 2 * side ? side : 1, columns};
 }
 
+// How many rows a tile had best have: few where weights, and not products, are what a call takes its time for. So many rows of
+// an expert as its average has are brought at once, or nearly always (docs/design.md).
+inline int rows_of_tile(const GemmProblem& p) {
+  const int64_t few = int64_t(p.E) * 4;
+  return p.S <= few ? kFineGemm.tile_rows : p.S <= 4 * few ? kNarrowGemm.tile_rows : kTile;
+}
+
 constexpr Raster kGradRaster{1, 8};  // of a weight gradient
 
 // The next tile of this launch that no block has taken: blocks start with the tile of their index and then claim one

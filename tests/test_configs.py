@@ -107,6 +107,21 @@ def test_a_whole_path_is_forced(kernel, hooks):
     assert not any("wgmma::" in name for name in found), found
 
 
+@pytest.mark.parametrize("rows, wanted", [(4, "8x16"), (16, "32x64"), (17, None)])
+def test_few_rows_take_narrow_tiles(kernel, hooks, rows, wanted):
+    """As many columns of W at a time as keep all SMs busy, and a launch less, for nothing is scheduled."""
+    tiles = {f"{config.tile_m}x{config.tile_n}": config.name for config in hooks.configs_here()}
+    problem = problems.make("grouped_gemm", 8 * rows, 136, 264, 8, 1, torch.bfloat16, "cuda")
+
+    def kernels(*forced):
+        with hooks.forced(*forced):
+            found = problems.launches(lambda: problem.call(kernel, **problem.tensors))
+        return sorted(name for name in found if "narrow" in name)
+
+    assert kernels() == (kernels(tiles[wanted]) if wanted else [])
+    assert kernels(tiles["8x16"]) != kernels(tiles["32x64"])
+
+
 def test_shared_memory_of_this_gpu(hooks):
     """The table behind Config.selectable_on, which is otherwise what CUDA's documentation says."""
     properties = torch.cuda.get_device_properties()

@@ -3,6 +3,7 @@
 
 #include "../launch.cuh"
 #include "multiply.cuh"
+#include "narrow.cuh"
 
 namespace moe::mma {
 
@@ -14,7 +15,16 @@ struct Dispatch {
   using Shallow = Multiply<T, kA, kB, 32, 3, 32>;  // half the shared memory, for GPUs with 100 KB an SM
 
   template <Major kMajorW>
+  static cudaError_t launch_narrow(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream) {
+    if constexpr (kMajorW == Major::k) {
+      if (config.tile_columns < 64) return start_narrow<NarrowMultiply<T, kMajorW, true>>(config, problem, blocks, stream);
+    }
+    return start_narrow<NarrowMultiply<T, kMajorW, false>>(config, problem, blocks, stream);
+  }
+
+  template <Major kMajorW>
   static cudaError_t launch_for(const Config& config, const GemmProblem& problem, int blocks, cudaStream_t stream) {
+    if (config.narrow()) return launch_narrow<kMajorW>(config, problem, blocks, stream);
     if (!config.vectorized) return start_gemm<Shallow<Major::k, kMajorW>, false>(config, problem, blocks, stream);
     return config.tile_k == 64 ? start_gemm<Deep<Major::k, kMajorW>, true>(config, problem, blocks, stream)
                                : start_gemm<Shallow<Major::k, kMajorW>, true>(config, problem, blocks, stream);

@@ -1,0 +1,249 @@
+// The grouped GEMM for few rows an expert: each weight is read once, at the rate of memory, and that is all the time it takes.
+//
+// Weights are the wide side: a tile is 16 or 64 columns of the output, which are rows of W, by up to 8 or 32 rows of A. Blocks
+// take tiles in turn, and what they bring is one stream over the ends of their tiles, so that memory always has something to
+// do. There is no launch that makes a schedule: a block finds the experts that have rows by itself.
+#pragma once
+
+#include "activation.cuh"
+#include "config.h"
+#include "epilogue.cuh"
+#include "load.cuh"
+#include "start.cuh"
+
+namespace moe {
+
+// A tile, what is brought of it or multiplied; rows -1: there are no more.
+template <int kRows>
+struct NarrowTile {
+  int expert, row, rows, column;
+  int assignment[kRows];
+};
+
+// Groups that have rows, a bit each, and how many there are before each 32 of them. Behind the experts comes the group of the
+// rows past them.
+struct Groups {
+  uint32_t has_rows[kNarrowGroups / 32];
+  int before[kNarrowGroups / 32 + 1];
+};
+
+// Of a group, within [0, S] whatever the offsets are.
+struct GroupRows {
+  int begin, end;
+};
+__device__ __forceinline__ GroupRows rows_of(const int* offs, int E, int S, int group) {
+  const auto inside = [&](int row) { return min(max(row, 0), S); };
+  return {group > 0 ? inside(offs[group - 1]) : 0, group < E ? inside(offs[group]) : S};
+}
+
+// All threads together.
+template <int kThreads>
+__device__ __forceinline__ void find_groups(const GemmProblem& p, int count, Groups& groups) {
+  const int words = pieces(count, 32);
+  for (int first = threadIdx.x / 32 * 32; first < count; first += kThreads) {
+    const int group = first + threadIdx.x % 32;
+    const GroupRows rows = group < count ? rows_of(p.offs, p.E, p.S, group) : GroupRows{};
+    const uint32_t has_rows = __ballot_sync(~0u, rows.end > rows.begin);
+    if (threadIdx.x % 32 == 0) groups.has_rows[first / 32] = has_rows;
+  }
+  __syncthreads();
+  for (int word = threadIdx.x; word <= words; word += kThreads) {
+    int before = 0;
+    for (int i = 0; i < word; ++i) before += __popc(groups.has_rows[i]);
+    groups.before[word] = before;
+  }
+  __syncthreads();
+}
+
+// The place of the set bit that has `before` set bits before it.
+__device__ __forceinline__ int set_bit(uint32_t bits, int before) {
+  int place = 0;
+#pragma unroll
+  for (int half = 16; half > 0; half /= 2) {
+    const int below = __popc(bits >> place & ((1u << half) - 1));
+    if (before >= below) before -= below, place += half;
+  }
+  return place;
+}
+
+template <typename Multiply>
+__global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_per_sm)
+    narrow(const __grid_constant__ GemmProblem p) {
+  using T = typename Multiply::Value;
+  constexpr Config kConfig = Multiply::kConfig;
+  constexpr int kThreads = Multiply::kThreads, kTileK = kConfig.tile_k, kStages = kConfig.stages;
+  constexpr int kRows = kConfig.tile_rows, kColumns = kConfig.tile_columns, kHalf = kColumns / 2;
+  constexpr int kBytesW = kColumns * kTileK * sizeof(T), kStageBytes = kConfig.stage_bytes(), kPitch = kConfig.staged_pitch();
+  constexpr int kTables = kStages + 1;  // those of which stages may be in the ring, and the one in hand
+  constexpr bool kAlongK = Multiply::kMajorW == Major::k;
+  using ShareA = SwizzledShare<T, kRows, kTileK, kThreads>;
+  using ShareW = std::conditional_t<kAlongK, SwizzledShare<T, kColumns, kTileK, kThreads>,
+                                    SwizzledShare<T, kTileK, kColumns, kThreads>>;
+  using Tile = NarrowTile<kRows>;
+  static_assert(kTables * sizeof(Tile) + sizeof(Groups) + kRows * sizeof(float) == kConfig.table_bytes());
+
+  extern __shared__ __align__(128) unsigned char shared[];
+  float* const staged = reinterpret_cast<float*>(shared + kConfig.staged_at());
+  Tile* const tiles = reinterpret_cast<Tile*>(shared + kConfig.tables_at());
+  Groups& groups = *reinterpret_cast<Groups*>(tiles + kTables);
+  float* const row_weight = reinterpret_cast<float*>(&groups + 1);  // of the tile in hand
+  const uint32_t stages_at = ptx::shared_address(shared);
+  wait_for_launch_before();
+  let_next_launch_begin();
+
+  const Epilogue& to = p.epilogue;
+  const bool combine = to.destination == Destination::token, by_row = to.destination == Destination::row;
+  const int column_tiles = pieces(p.N, kColumns), stages = max(pieces(p.K, kTileK), 1);
+  const int group_count = p.E + (combine ? 0 : 1), words = pieces(group_count, 32);
+  find_groups<kThreads>(p, group_count, groups);
+  const auto side_by_side = [&](int columns) { return p.split ? columns / 2 : columns; };
+
+  // The tile that comes next, and the assignments of this thread's rows of it.
+  unsigned number = blockIdx.x;
+  int word = 0;  // of groups
+  int next_group, next_column, next_assignment[ShareA::kRows];
+  GroupRows next{};
+  const auto look_up_tile = [&] {
+    const int group = int(number / unsigned(column_tiles));
+    next_column = int(number % unsigned(column_tiles)) * kColumns;
+    number += gridDim.x;
+    while (word < words && groups.before[word + 1] <= group) ++word;
+    next_group = word < words ? word * 32 + set_bit(groups.has_rows[word], group - groups.before[word]) : -1;
+    if (next_group >= 0) next = rows_of(p.offs, p.E, p.S, next_group);
+  };
+
+  const auto next_row = [&](int i) { return max(min(next.begin + ShareA::first() + i * ShareA::kStride, next.end - 1), 0); };
+  const auto look_up_rows = [&] {
+#pragma unroll
+    for (int i = 0; i < ShareA::kRows; ++i) {
+      next_assignment[i] = p.map.row_assignment ? p.map.row_assignment[next_row(i)] : next_row(i);
+    }
+  };
+
+  // What is being brought: stage `at` of a tile of so many rows and columns, to a slot of the ring. Weights are asked for
+  // first; which rows the first of them meet is looked up meanwhile.
+  const char *a_from[ShareA::kRows], *w_from;
+  int at = stages, rows = 0, columns = 0, slot = 0, table = kTables - 1;  // as behind a tile
+  bool works = false, looked_up = false;
+  const auto turn_to_next = [&] {
+    const int expert = next_group < p.E ? next_group : -1, column = side_by_side(next_column);
+    rows = next_group >= 0 ? min(kRows, next.end - next.begin) : -1, works = rows > 0 && expert >= 0;
+    columns = side_by_side(min(kColumns, p.N - next_column));
+    if (++table == kTables) table = 0;
+    Tile& tile = tiles[table];
+    if (threadIdx.x == 0) tile.expert = expert, tile.row = next.begin, tile.rows = rows, tile.column = next_column;
+    w_from = p.w + max(expert, 0) * p.w_expert_bytes;
+    if constexpr (kAlongK) {
+      w_from = row_address(w_from + ShareW::bytes(), unsigned(column) + ShareW::first(), p.w_row_bytes);
+    } else {
+      const int own = ShareW::chunk() * ShareW::kValues, in_w = column + own + (own >= kHalf ? p.gap : 0);
+      w_from = row_address(w_from + int64_t(in_w) * sizeof(T), ShareW::first(), p.w_row_bytes);
+    }
+    at = 0;
+  };
+  const auto bring_weights = [&] {
+    const uint32_t to_slot = stages_at + slot * kStageBytes + ShareW::offset();
+    const int k = at * kTileK, k_left = works ? p.K - k : 0;
+#pragma unroll
+    for (int i = 0; i < ShareW::kRows; ++i) {
+      if constexpr (kAlongK) {
+        const int n = i * ShareW::kStride + ShareW::first();  // of the tile's columns
+        const bool second = n >= kHalf, inside = n - (second && p.split ? kHalf : 0) < columns;
+        const char* from = row_address(w_from + k * sizeof(T), i * ShareW::kStride + (second ? p.gap : 0), p.w_row_bytes);
+        load_row<ShareW, true>(to_slot, i, from, inside ? ShareW::left(k_left) : 0);
+      } else {
+        const int own = ShareW::chunk() * ShareW::kValues, w_left = columns - (p.split ? own % kHalf : own);
+        const char* from = row_address(w_from, k + i * ShareW::kStride, p.w_row_bytes);
+        load_row<ShareW, true>(to_slot, i, from, ShareW::first() + i * ShareW::kStride < k_left ? w_left : 0);
+      }
+    }
+  };
+  const auto aim_rows = [&] {
+#pragma unroll
+    for (int i = 0; i < ShareA::kRows; ++i) {
+      const int source = p.a.gather ? next_assignment[i] / p.map.top_k : next_row(i);
+      a_from[i] = row_address(p.a.data + ShareA::bytes(), source, p.a.row_bytes);
+      if (ShareA::chunk() == 0) tiles[table].assignment[ShareA::first() + i * ShareA::kStride] = next_assignment[i];
+    }
+    next.begin += kRows;
+    if (rows < 0 || next.begin >= next.end) look_up_tile();
+  };
+  const auto bring_rows = [&] {
+    const uint32_t to_slot = stages_at + slot * kStageBytes + kBytesW + ShareA::offset();
+    const int k = at * kTileK, k_left = works ? p.K - k : 0;
+#pragma unroll
+    for (int i = 0; i < ShareA::kRows; ++i) {
+      if (ShareA::first() + i * ShareA::kStride >= rows) continue;  // rows that are not there are multiplied, never written
+      load_row<ShareA, true>(to_slot, i, a_from[i] + k * sizeof(T), ShareA::left(k_left));
+    }
+  };
+  const auto bring = [&] {
+    const bool turns = at == stages && rows >= 0;
+    if (turns) turn_to_next();
+    bring_weights();
+    if (turns ? !looked_up : at == 1) look_up_rows();
+    looked_up = !turns;
+    if (turns) aim_rows();
+    bring_rows();
+    ptx::commit_copies();
+    ++at;
+    if (++slot == kStages) slot = 0;
+  };
+
+  look_up_tile();
+  for (int s = 0; s < kStages - 1; ++s) bring();
+  int taken = 0, own = 0;  // the slot and the tile that are multiplied
+  while (true) {
+    __syncthreads();
+    const Tile& tile = tiles[own];
+    if (++own == kTables) own = 0;
+    if (tile.rows < 0) break;
+    const bool weighted = to.row_weight && tile.expert >= 0 && int(threadIdx.x) < tile.rows;
+    const float own_weight = weighted ? to.row_weight[tile.assignment[threadIdx.x]] : 1.f;
+    Multiply multiply;
+    for (int s = 0; s < stages; ++s) {
+      ptx::wait_copies<kStages - 2>();
+      __syncthreads();  // the stage has landed for everyone, and everyone is done with the one before
+      bring();
+      const uint32_t w = stages_at + taken * kStageBytes;
+      if (tile.expert >= 0) multiply.stage(w, w + kBytesW, tile.rows);
+      if (++taken == kStages) taken = 0;
+    }
+
+    if (threadIdx.x < kRows) row_weight[threadIdx.x] = own_weight;
+    __syncthreads();
+    const bool activates = to.through == Through::activation;
+    const int inside = min(kColumns, p.N - tile.column);
+    const T* bias = static_cast<const T*>(to.bias);
+    bias = bias && tile.expert >= 0 && !activates ? bias + tile.expert * to.bias_stride + tile.column : nullptr;
+    constexpr int kTogether = kConfig.staged_rows;
+#pragma unroll
+    for (int first = 0; first < kRows; first += kTogether) {
+      const int together = min(kTogether, tile.rows - first), row = tile.row + first;
+      if (together <= 0) break;
+      if (first) __syncthreads();  // the rows before are no longer read
+      multiply.stage_rows(first, staged, [&](int row_staged, int column, float sum) {
+        if (bias && column < inside) sum += float(bias[column]);
+        staged[row_staged * kPitch + column] = activates ? sum : sum * row_weight[first + row_staged];
+      });
+      if (combine) before_bulk_add();
+      __syncthreads();
+      if (activates) {
+        activate_rows<kThreads, kHalf, T>(to, tile.expert, p.N, row, tile.column, inside, StagedRows<kPitch>{staged}, together,
+                                          threadIdx.x);
+      } else if (combine) {
+        add_rows<kThreads, kPitch>(static_cast<float*>(to.out) + tile.column, to.out_stride, to.out_vector, staged,
+                                   tile.assignment + first, together, inside, p.map.top_k);
+      } else {
+        const int64_t start = by_row ? row * to.out_stride : 0;
+        typed(to.out, to.out_type, [&](auto* out) {
+          store_rows<kThreads, kPitch>(out + start + tile.column, to.out_stride, to.out_vector, staged,
+                                       by_row ? nullptr : tile.assignment + first, together, inside, false);
+        });
+      }
+    }
+  }
+  ptx::wait_copies<0>();
+}
+
+}  // namespace moe

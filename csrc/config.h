@@ -35,12 +35,15 @@ struct Config {
 
   // Tiles of up to so many rows are half the work, and taken first and in pairs, which makes the last round of tiles as short
   // as it may be. On tensor cores the weights that they read a second time would cost more.
-  __host__ __device__ constexpr int short_rows() const { return path == Path::fp32 && !narrow() ? kTile / 2 : 0; }
+  __host__ __device__ constexpr int short_rows() const { return path == Path::fp32 ? kTile / 2 : 0; }
 
   __host__ __device__ constexpr int operand_bytes() const {
     return tile_k * (path == Path::fp32 ? kFloatPitch * 4 : kTile * 2);
   }
-  __host__ __device__ constexpr int stage_bytes() const { return operand_bytes() / kTile * (tile_rows + tile_columns); }
+  __host__ __device__ constexpr int stage_bytes() const {
+    if (narrow()) return (tile_rows + tile_columns) * tile_k * (path == Path::fp32 ? 4 : 2);
+    return operand_bytes() / kTile * (kTile + tile_columns);
+  }
 
   // Shared memory: the stages, over all of which but the first (it is loaded for the next tile meanwhile) results are staged
   // with two words for each of the tile's rows; behind them, what the loop knows of rows (gemm.cuh, weight_grad.cuh).
@@ -68,9 +71,10 @@ struct Config {
   __host__ __device__ constexpr int shared_bytes() const { return tables_at() + table_bytes(); }
 };
 
-// For few rows an expert; the second one where there are few tiles of the first.
+// For few rows an expert, and for fewer (rows_of_tile in schedule.cuh).
 constexpr Config kNarrowGemm{Op::gemm, Path::mma, 64, 4, 16, true, 4, 64, 32};
 constexpr Config kFineGemm{Op::gemm, Path::mma, 128, 8, 8, true, 4, 16, 8};
+constexpr Config kNarrowFloatGemm{Op::gemm, Path::fp32, 64, 3, 16, true, 2, 64, 32};
 
 // Laid out by the Hopper kernels themselves, of which there is one form each.
 constexpr Config kHopperGemm{Op::gemm, Path::wgmma, 64, 5, 0, true, 1, 192};
@@ -90,6 +94,7 @@ constexpr Config kConfigs[] = {
     {Op::gemm, Path::mma, 64, 3, 128, true},
     {Op::gemm, Path::mma, 32, 3, 32, true},
     {Op::gemm, Path::mma, 32, 3, 32, false},
+    kNarrowFloatGemm,
     kNarrowGemm,
     kFineGemm,
     kHopperWeightGrad,

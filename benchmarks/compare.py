@@ -47,12 +47,16 @@ def main() -> int:
     if not wanted:
         print("nothing to measure: no case has that operation, shape, dtype and path", file=sys.stderr)
         return 2
-    for name, reason in peers.MISSING.items() if args.device == "cuda" else ():
-        print(f"{name} is left out: {reason}")
+    tell_missing_peers(args.device)
     with forced_path(args.path):
         rows = [describe(case, args.path or automatic_path(case.dtype, args.device)) for case in wanted]
         measure_all(wanted, rows, measure, args)
     return report(rows)
+
+
+def tell_missing_peers(device: str) -> None:
+    for name, reason in peers.MISSING.items() if device == "cuda" else ():
+        print(f"{name} is left out: {reason}")
 
 
 def parse_arguments():

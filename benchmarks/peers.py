@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -20,6 +21,7 @@ def _optional(peer: str, module: str) -> ModuleType | None:
 
 _scattermoe = _optional("ScatterMoE", "scattermoe.parallel_experts")
 _sonicmoe = _optional("SonicMoE", "sonicmoe")
+_transformers = _optional("transformers", "transformers.integrations.moe")
 
 
 def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, group_sizes: torch.Tensor) -> torch.Tensor:
@@ -118,6 +120,31 @@ def sonicmoe_mlp(
         concat_layout=True,
     )
     return y
+
+
+class _Experts(torch.nn.Module):
+    """An expert layer as transformers' functions read it."""
+
+    has_gate, has_bias, is_transposed, is_concatenated, has_post_expert_norm = True, False, False, True, False
+    _is_expert_parallel = False
+
+    def __init__(self, w_up, w_down):
+        super().__init__()
+        self.num_experts, self.gate_up_proj, self.down_proj = w_up.shape[0], w_up, w_down
+
+    def _apply_gate(self, rows):
+        return _swiglu(rows)
+
+
+def _transformers_mlp(function: str, x, w_up, w_down, expert_ids, topk_weights) -> torch.Tensor:
+    return getattr(_transformers, function)(_Experts(w_up, w_down), x, expert_ids, topk_weights)
+
+
+TRANSFORMERS = {  # its two implementations
+    f"transformers {name}": partial(_transformers_mlp, f"{name}_experts_forward")
+    for name in ("batched_mm", "grouped_mm")
+    if _transformers
+}
 
 
 def loop(x: torch.Tensor, weight: torch.Tensor, expert_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The problems that are timed: names, sizes and inputs. Every benchmark and every record goes by these names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,6 +50,14 @@ SHAPES = (
     Shape("sonic-30b", 32768, 4096, 4096, 128, 8, I=1024),
     Shape("olmoe", 16384, 2048, 2048, 64, 8, I=1024),
     Shape("mixtral-8x7b", 8192, 4096, 4096, 8, 2, I=14336),
+)
+DECODE_SHAPES = tuple(
+    replace(next(shape for shape in SHAPES if shape.name == full), name=f"{name}-decode-{tokens}", T=tokens)
+    for full, name, counts in (
+        ("qwen3-30b-a3b", "qwen3", (1, 4, 16, 64, 256)),
+        ("mixtral-8x7b", "mixtral", (1, 4, 16, 64)),
+    )
+    for tokens in counts
 )
 CPU_SHAPES = (
     Shape("cpu-top1", 256, 128, 96, 4, 1),

@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import compare
+import decode
 import memory
+import peers
 import pytest
 import readme_tables
 import record as records
@@ -262,6 +265,8 @@ def test_some_rows_can_be_chosen(monkeypatch):
     monkeypatch.setattr(record_gpu, "json_of", lambda *command: (list(command), 0))
     args = argparse.Namespace(ops="moe_mlp", shapes=None, path="mma")
     assert record_gpu.run_rows(args) == (["compare.py", "--ops=moe_mlp", "--path=mma"], True)
+    args = argparse.Namespace(ops=None, shapes=None, path=None)
+    assert record_gpu.run_rows(args) == (["compare.py", "decode.py"], True)
 
 
 def test_a_part_that_fails_is_recorded_and_told(monkeypatch, tmp_path, capsys):
@@ -333,6 +338,23 @@ def test_mlps_are_measured_at_the_shapes_of_models(monkeypatch):
     assert 0.8 < pre.std() < 1.25 and 0.8 < rows.std() < 1.25
 
 
+def test_few_tokens_are_measured_on_a_cpu_too(tmp_path):
+    (row,) = measured("decode.py", tmp_path)
+    assert records.mismatches([row], [records.ROW]) == []
+    assert (row["op"], row["I"], row["pass"]) == ("moe_mlp", 64, "fwd")
+    assert 0 < row["peers"]["floor"] < row["ms"] and row["peers"]["loop"] > 0
+
+
+def test_few_tokens_are_those_of_models():
+    cases = decode.cases("cuda")
+    assert {(case.op, case.mode, case.pass_) for case in cases} == {("moe_mlp", "graph", "fwd")}
+    qwen, mixtral = ({c.shape.T for c in cases if c.shape.name.startswith(name)} for name in ("qwen3", "mixtral"))
+    assert qwen == {1, 4, 16, 64, 256} and mixtral == {1, 4, 16, 64}
+    assert {case.dtype for case in cases if case.shape.T == 16} == {"bf16", "fp16", "fp32"}
+    inputs = shapes.draw(shapes.CPU_SHAPES[2], torch.bfloat16, "cpu", "one")
+    assert decode.touched_bytes(inputs) == 3 * 96 * 64 * 2
+
+
 @pytest.mark.parametrize("op, inner", [("moe", None), ("moe_mlp", 64)])
 def test_peers_compute_what_ours_does(op, inner):
     """But for torch._grouped_mm, which does a part of moe's work."""
@@ -341,6 +363,8 @@ def test_peers_compute_what_ours_does(op, inner):
     _, others = compare.contenders(compare.Case(op, shape, "bf16", "eager", "fwd"), inputs, "cuda")
     others.pop("torch._grouped_mm", None)
     assert "unfused" in others
+    if op == "moe_mlp":
+        others |= {name: partial(peer, *vars(inputs).values()) for name, peer in peers.TRANSFORMERS.items()}
     for name, other in others.items():
         if compare.runs_at_all(name, other):
             compare.check_agreement(other(), inputs, op)

@@ -155,7 +155,11 @@ def run_correctness(args) -> tuple[list, bool]:
 
 def run_rows(args) -> tuple[list, bool]:
     chosen = {choice: getattr(args, choice) for choice in ROW_CHOICES}
-    return rows_of("compare.py", *(f"--{choice}={value}" for choice, value in chosen.items() if value))
+    rows, good = rows_of("compare.py", *(f"--{choice}={value}" for choice, value in chosen.items() if value))
+    if any(chosen.values()):
+        return rows, good
+    few_tokens, few_good = rows_of("decode.py")
+    return rows + few_tokens, good and few_good
 
 
 def run_sweeps(args) -> tuple[list, bool]:

@@ -37,6 +37,10 @@ MLP_ROW = {
     **{**ROW, "op": "moe_mlp", "shape": "mlp", "T": 32768, "K": 2048, "N": 2048, "I": 768, "E": 128, "k": 8},
     **{"ms": 4.0, "tflops": 618.5, "dense_ms": 3.6, "bytes_peak": 2 * 10**9, "peers": {"SonicMoE": 4.4}},
 }
+DECODE_ROW = {
+    **{**MLP_ROW, "shape": "few", "T": 4, "mode": "graph", "ms": 0.1},
+    **{"peers": {"floor": 0.07, "transformers batched_mm": 0.3}},
+}
 MEMORY_ROW = {
     **{name: MLP_ROW[name] for name in (*records.KIND, "source_digest", "date")},
     **{"pass": "fwd+bwd", "bytes_peak": 2 * 10**9, "bytes_saved": 808_000_000},
@@ -49,14 +53,15 @@ RECORD = {
     "correctness": [
         {"name": "moe", "dtype": "fp32", "metric": "max relative", "value": 1e-6, "limit": 1e-5, **STAMP},
     ],
-    "rows": [ROW, {**ROW, "pass": "fwd+bwd", "ms": 0.6, "peers": {}}, MLP_ROW],
+    "rows": [ROW, {**ROW, "pass": "fwd+bwd", "ms": 0.6, "peers": {}}, MLP_ROW, DECODE_ROW],
     "sweeps": [SWEEP_ROW, {**SWEEP_ROW, "distribution": "zipf", "ms": 0.25, "bytes_peak": 33_619_968, "peers": {}}],
     "memory": [MEMORY_ROW, {**MEMORY_ROW, "op": "moe_mlp(rounded)", "bytes_peak": 3 * 10**9}],
 }
 MACHINE = {name: RECORD[name] for name in records.MACHINE}
 README = (
     "before\n<!-- table:correctness -->\n<!-- /table -->\n<!-- table:speed -->\nlast year\n<!-- /table -->\n"
-    "<!-- table:mlp -->\n<!-- /table -->\n<!-- table:sweeps -->\n<!-- /table -->\nafter\n"
+    "<!-- table:mlp -->\n<!-- /table -->\n<!-- table:decode -->\n<!-- /table -->\n"
+    "<!-- table:sweeps -->\n<!-- /table -->\nafter\n"
 )
 
 
@@ -192,7 +197,7 @@ def test_mlps_have_a_table_of_their_own():
 def test_mlps_that_were_not_measured_do_not_appear():
     one = changed(rows=[ROW])
     del one["memory"]
-    assert "moe_mlp" not in tables(one) and tables(one).count(readme_tables.NO_RECORD) == 1
+    assert "moe_mlp" not in tables(one) and tables(one).count(readme_tables.NO_RECORD) == 2
     assert tables(one, RECORD).count(readme_tables.NO_RECORD) == 0
     uncounted = {**MEMORY_ROW, "bytes_peak": None, "bytes_saved": None}
     assert "of gradients" not in tables(changed(memory=[uncounted]))
@@ -210,7 +215,7 @@ def test_tables_show_the_plots_that_are_drawn(monkeypatch, tmp_path):
 
 
 def test_tables_without_a_record_say_so():
-    assert tables().count(readme_tables.NO_RECORD) == 4
+    assert tables().count(readme_tables.NO_RECORD) == 5
 
 
 def test_tables_mark_what_is_older_than_the_sources():
@@ -259,6 +264,15 @@ def test_sanitizer_errors_are_counted():
     assert record_gpu.count_errors("racecheck", racecheck.format(4), 0) == 4
     assert record_gpu.count_errors("memcheck", memcheck.format(0), 1) is None
     assert record_gpu.count_errors("memcheck", "Device not supported\n", 0) is None
+
+
+def test_a_few_tokens_have_a_table_of_their_own():
+    record = changed(rows=[MLP_ROW, DECODE_ROW])
+    assert "| few | 4, 2048, 768, 128, 8 | bf16 | mma | 100.0 | 0.70 | 3.00 |" in readme_tables.decode_table(
+        record, NOW
+    )
+    assert "few" not in readme_tables.mlp_table(record, NOW)
+    assert readme_tables.decode_table(changed(rows=[MLP_ROW]), NOW) == ""
 
 
 def test_some_rows_can_be_chosen(monkeypatch):

@@ -2,7 +2,7 @@
 """Write README's tables from the records in benchmarks/results; with --check, only say whether they are in step.
 
 A table stands between the lines `<!-- table:NAME -->` and `<!-- /table -->`, NAME being `correctness`, `speed`,
-`mlp` or `sweeps`. With it stand the plots that benchmarks/plot.py has drawn.
+`mlp`, `decode` or `sweeps`. With it stand the plots that benchmarks/plot.py has drawn.
 """
 
 import argparse
@@ -24,6 +24,7 @@ CAPTION = (
     "operations (one, or three with the backward) over ours. The columns after it: how many times as fast as each peer."
 )
 PRODUCTS = {"fwd": 1, "fwd+bwd": 3}
+FLOOR = "floor"  # beside the peers of a few tokens: the time that reading their weights takes
 BASE = "qwen3-up"  # the shape that the sweeps start from
 DISTRIBUTIONS = {"uniform": "uniform", "zipf": "Zipf(1)", "one": "one expert"}
 PLOTS = {
@@ -109,7 +110,7 @@ def speed_table(record: dict, digest: str) -> str:
 
 
 def mlp_table(record: dict, digest: str) -> str:
-    found = [row for row in record.get("rows", []) if row["I"] is not None]
+    found = [row for row in record.get("rows", []) if row["I"] is not None and FLOOR not in row["peers"]]
     counted = [row for row in record.get("memory", []) if row["bytes_peak"] is not None]
     if not found and not counted:
         return ""
@@ -117,6 +118,23 @@ def mlp_table(record: dict, digest: str) -> str:
     lines += [*rates(found, digest), timings(found, dict(zip("THIEk", "TKIEk")), digest)] if found else []
     lines += memory(counted, digest) if counted else []
     return "\n\n".join(lines + note({"rows": found, "memory": counted}, digest))
+
+
+def decode_table(record: dict, digest: str) -> str:
+    """A few tokens, whose time is that of the weights."""
+    found = [row for row in record.get("rows", []) if FLOOR in row["peers"] and row["ms"] is not None]
+    if not found:
+        return ""
+    peers = list(dict.fromkeys(name for row in found for name in row["peers"] if name != FLOOR))
+    header = ["", "T, H, I, E, k", "dtype", "kernels", "µs", "of the floor's rate", *(f"× {name}" for name in peers)]
+    lines = []
+    for row in found:
+        values = ", ".join(str(row[name]) for name in "TKIEk")
+        of_floor = row["peers"][FLOOR] / row["ms"]
+        ratios = [f"{row['peers'][name] / row['ms']:.2f}" if name in row["peers"] else "" for name in peers]
+        which = [row["shape"] + mark(row, digest), values, row["dtype"], row["path"]]
+        lines.append([*which, f"{row['ms'] * 1e3:.1f}", f"{of_floor:.2f}", *ratios])
+    return "\n\n".join([heading(record), markdown(header, lines), *note({"rows": found}, digest)])
 
 
 def timings(found: list[dict], sizes: dict[str, str], digest: str) -> str:
@@ -276,7 +294,13 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-TABLES = {"correctness": correctness_table, "speed": speed_table, "mlp": mlp_table, "sweeps": sweeps_table}
+TABLES = {
+    "correctness": correctness_table,
+    "speed": speed_table,
+    "mlp": mlp_table,
+    "decode": decode_table,
+    "sweeps": sweeps_table,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -31,7 +31,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import package  # noqa: E402
 
 SWEEP = records.ROOT / "tools" / "sanitize_sweep.py"
-SHARES = 6  # processes that a sanitizer's sweep is shared among
+SHARES = 9  # processes that a sanitizer's sweep is shared among
 ROW_CHOICES = ("ops", "shapes", "path")
 SUMMARIES = {
     "memcheck": re.compile(r"ERROR SUMMARY: (\d+) error"),

@@ -2,7 +2,7 @@
 """Run every kernel configuration, dtype and epilogue once, at small sizes, for compute-sanitizer to watch.
 
     python tools/sanitize_sweep.py              all configurations
-    python tools/sanitize_sweep.py --share 2/6  every sixth set of them, from the third on
+    python tools/sanitize_sweep.py --share 2/9  every ninth set of them, from the third on
 
 Results are compared with plain torch only closely enough to know that the kernels did their work. A gradient to x
 reads the weight the other way round, so both orders of it occur whichever one it is stored in.
@@ -47,10 +47,13 @@ def main() -> None:
 
 
 def config_sets() -> list[tuple[str, list[str]]]:
-    """A path and its configurations of one kind, a product's and a weight gradient's, which are watched together."""
+    """A path and its configurations of one kind, a product's and a weight gradient's, which are watched together.
+
+    Narrow tiles are of products alone.
+    """
     sets = {}
     for config in hooks.configs_here():
-        sets.setdefault((config.path, config.tile_k, config.vectorized), []).append(config.name)
+        sets.setdefault((config.path, config.tile_m, config.tile_k, config.vectorized), []).append(config.name)
     return [(path, names) for (path, *_), names in sets.items()]
 
 

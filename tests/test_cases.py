@@ -281,6 +281,42 @@ def test_transforms_are_refused_by_name(kernel, device, function, transform):
             TRANSFORMS[transform](call, tensor.clone())
 
 
+def tangent_of(total, t):
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(t, torch.ones_like(t))
+        return torch.autograd.forward_ad.unpack_dual(total(dual)).tangent
+
+
+@pytest.mark.parametrize(
+    "transform, want",
+    [
+        (lambda total, t: torch.func.grad(total)(t), lambda gradient: gradient),
+        (lambda total, t: torch.func.vjp(total, t)[1](torch.ones((), device=t.device))[0], lambda gradient: gradient),
+        (lambda total, t: torch.func.jvp(total, (t,), (torch.ones_like(t),))[1], torch.sum),
+        (tangent_of, torch.sum),
+    ],
+    ids=["grad", "vjp", "jvp", "forward mode"],
+)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_compiled_transforms_are_right_or_refused(kernel, device, dynamo, function, transform, want):
+    """The compiler asks no Function for its rules, and would take the ops for constants."""
+    problem = problems.make(function, 6, 8, 6, 3, 2, device=device)
+    name, tensor = next(iter(problem.tensors.items()))
+
+    def total(t):
+        return problem.call(kernel, **problem.tensors | {name: t}).square().sum()
+
+    leaf = tensor.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(total(leaf), leaf)
+    for fullgraph in (False, True):
+        compiled = torch.compile(transform, backend="aot_eager", fullgraph=fullgraph)
+        try:
+            got = compiled(total, tensor.clone())
+        except (NotImplementedError, torch._dynamo.exc.Unsupported):
+            continue
+        torch.testing.assert_close(got, want(gradient), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_batched_gradients_are_refused(kernel, device, function):
     """By the name of an operator: they come as a kind of tensor that torch keeps to itself."""

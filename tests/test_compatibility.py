@@ -235,7 +235,11 @@ def _(mm):
     assert counter.frame_count <= 2
 
 
-@row("`torch.func.vmap` inside of a compiled function", "test_grouped_mm.py::test_vmap_in_a_graph_is_refused")
+@row(
+    "torch.func's transforms inside of `torch.compile(fullgraph=True)`",
+    "test_grouped_mm.py::test_vmap_in_a_graph_is_refused",
+    "test_cases.py::test_compiled_transforms_are_right_or_refused",
+)
 def _(mm):
     torch._dynamo.reset()
     (a, b), offs = rows_by_matrices(dtype=torch.bfloat16)
@@ -383,13 +387,13 @@ row_of_tests(
 )
 
 
-def outcome(attempt, mm):
+def outcome(attempt, mm, refusals=Exception):
     try:
         with problems.deterministic():  # so that what is left unwritten is NaN
             attempt(mm)
     except AssertionError:
         return "no"
-    except Exception:  # in whichever way
+    except refusals:
         return "refused"
     return "yes"
 
@@ -412,7 +416,7 @@ def test_row(kernel, of):
     if of.attempt is None:
         assert (torchs, ours) == ("", "yes")
         return
-    assert ours == outcome(of.attempt, kernel.grouped_mm)
+    assert ours == outcome(of.attempt, kernel.grouped_mm, (RuntimeError, TypeError, ValueError))
     if torch.__version__.startswith(f"{TORCH}."):
         assert torchs == outcome(of.attempt, torch.nn.functional.grouped_mm)
 

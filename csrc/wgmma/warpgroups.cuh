@@ -29,8 +29,8 @@ __device__ __forceinline__ float2 unpack(uint32_t pair, __half) {
   return __half22float2(reinterpret_cast<const __half2&>(pair));
 }
 
-// Of each 64 rows of sums a thread holds pairs of columns of two rows, which are numbered from the top. Two neighbouring threads exchange pairs
-// for a four each: four neighbouring columns of that row, from fours_column() + 16 j on.
+// Of each 64 rows of sums a thread holds pairs of columns of two rows, which are numbered from the top. Two neighbouring
+// threads exchange pairs for a four each: four neighbouring columns of that row, from fours_column() + 16 j on.
 __device__ __forceinline__ int fours_column(int lane) { return lane % 2 * 8 + lane % 4 / 2 * 4; }
 
 // A row whose number is not known at compile time costs selections, but its code is there once.

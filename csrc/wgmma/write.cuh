@@ -122,7 +122,7 @@ struct Writer {
 #pragma unroll
     for (int j = 0; j < kTileN / 8; ++j) {
       const float2 with = unpack(ptx::load_shared_4(with_at(j) + lane % 4 * 4), T());
-      if (tile.column + j * 8 >= p.N) continue;  // an infinite row of A makes NaN of the zeros there
+      if (tile.column >= p.N - j * 8) continue;  // an infinite row of A makes NaN of the zeros there
       const float* pair = &sums[number / 2][j * 4 + number % 2 * 2];
       dot = fmaf(pair[0], with.x, fmaf(pair[1], with.y, dot));
     }

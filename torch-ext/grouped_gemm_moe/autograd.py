@@ -24,21 +24,19 @@ def unit_matrices(w):
     return w if any(w.shape[d] <= 1 or w.stride(d) == 1 for d in (-1, -2)) else w.contiguous()
 
 
-def in_transform():
-    """Whether one of torch.func's transforms is at work; inside a compiled graph that is the compiler's concern."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-
-
-def has_tangents(*tensors):
-    """Whether a forward-mode derivative is taken through one of the tensors, some of which may be None."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+def is_transformed(*tensors):
+    """Whether torch.func's transforms are at work, or a forward-mode derivative is taken through one of the tensors,
+    some of which may be None."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    if forward_ad._current_level < 0:
         return False
     return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def refuse_transforms(tensors):
     """The Functions below have no rules for transforms, and torch's own refusal does not say what it is about."""
-    if in_transform() or has_tangents(*tensors.values()):
+    if is_transformed(*tensors.values()):
         raise NotImplementedError(
             f"{', '.join(tensors)} must not be given inside a transform of torch.func (grad, vmap, jvp and the like), "
             "nor with a forward-mode tangent: of grouped_gemm_moe's functions only grouped_mm supports that"

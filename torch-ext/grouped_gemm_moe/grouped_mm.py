@@ -6,7 +6,7 @@ Each form is one op, and the gradients of each are two of the forms again, so th
 import torch
 
 from ._ops import ops
-from .autograd import asked, has_tangents, in_transform, unit_matrices, unit_rows
+from .autograd import asked, is_transformed, unit_matrices, unit_rows
 from .functional import INTEGERS, OPERANDS, check_tensor
 from .reference import accumulator_dtype
 
@@ -68,8 +68,14 @@ def _ends(offs):
 
 
 def _product(a, b, bias, offs, out_dtype):
-    transformed = in_transform() or has_tangents(a, b, bias)
-    return (_TransformedProduct if transformed else _Product).apply(a, b, bias, offs, out_dtype)
+    if not is_transformed(a, b, bias):
+        return _Product.apply(a, b, bias, offs, out_dtype)
+    if torch.compiler.is_compiling():  # which asks no Function for its rules: gradients would be 0
+        raise NotImplementedError(
+            "grouped_mm must not be given inside a transform of torch.func, nor with a forward-mode tangent, that is "
+            "compiled: compile what is transformed, or let the compiler break its graph there"
+        )
+    return _TransformedProduct.apply(a, b, bias, offs, out_dtype)
 
 
 class _Product(torch.autograd.Function):

@@ -113,6 +113,9 @@ def test_wrong_calls_are_refused(kernel, device):
     for wrong in (tuple(routing), routing._replace(offs=None), routing._replace(offs=[1, 2, 3])):
         with pytest.raises(TypeError, match="routing"):
             kernel.weight_grad(x, dy, wrong)
+    for flag, wrong in (("gather_x", "yes"), ("gather_dy", None), ("accumulate", 1)):
+        with pytest.raises(TypeError, match=f"{flag} must be a bool"):
+            kernel.weight_grad(x, dy, routing, **{flag: wrong})
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

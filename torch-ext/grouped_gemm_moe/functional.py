@@ -382,6 +382,7 @@ def weight_grad(
         >>> weight_grad(torch.randn(2, 16), torch.randn(2, 8), routing).shape
         torch.Size([3, 8, 16])
     """
+    _check_flags(gather_x=gather_x, gather_dy=gather_dy, accumulate=accumulate)
     operands = {"x": (x, "T K" if gather_x else "S K"), "dy": (dy, "T N" if gather_dy else "S N")}
     weights = {} if topk_weights is None else {"topk_weights": (topk_weights, "T k", _WEIGHTS)}
     results = {} if out is None else {"out": (out, "E N K")}

@@ -65,8 +65,8 @@ def _groups(offs, num_rows):
     for e, (start, end) in groups:
         if not start <= end <= num_rows:
             raise ValueError(
-                f"group_sizes, and offs as their running sum, must not be negative, descend or pass the {num_rows} "
-                f"rows there are, but expert {e} has the rows {start} to {end} by offs = {reprlib.repr(ends)}"
+                f"offs, or group_sizes of which they are the running sum, must rise from 0 to no more than the "
+                f"{num_rows} rows there are, but group {e} has the rows {start} to {end} by offs = {reprlib.repr(ends)}"
             )
     return [(e, slice(start, end)) for e, (start, end) in groups if start < end]
 

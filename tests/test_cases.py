@@ -189,6 +189,29 @@ def test_activation_checkpointing(kernel, device, function, use_reentrant):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
+def test_selective_checkpointing(kernel, device, function):
+    """Whatever a policy says of the package's operators, for they return nothing that could be saved."""
+    checkpoint = torch.utils.checkpoint
+    problem = problems.make(function, 20, 32, 16, 4, 2, device=device, distribution="skipped")
+    _, want = problems.run(kernel, problem)
+    for own in checkpoint.CheckpointPolicy.MUST_SAVE, checkpoint.CheckpointPolicy.MUST_RECOMPUTE:
+        leaves = problem.leaves()
+
+        def policy(ctx, op, *args, own=own, **kwargs):
+            return own if "grouped_gemm_moe" in op.name() else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+        y = checkpoint.checkpoint(
+            lambda *tensors, leaves=leaves: problem.call(kernel, **dict(zip(leaves, tensors, strict=True))),
+            *leaves.values(),
+            use_reentrant=False,
+            context_fn=partial(checkpoint.create_selective_checkpoint_contexts, policy),
+        )
+        y.backward(problem.incoming(y))
+        for name, leaf in leaves.items():
+            assert torch.equal(leaf.grad, want[name]), name
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_saved_tensors_may_be_moved(kernel, device, function):
     """Hooks that keep what is saved elsewhere, and give back another tensor, which here is always contiguous."""
     problem = problems.make(function, 20, 32, 16, 4, 2, device=device, distribution="skipped")

@@ -345,6 +345,7 @@ def _(mm):
 # What its tests alone show
 
 row_of_tests("`torch.library.opcheck` of each operator", "test_ops.py::test_opcheck")
+row_of_tests("any policy of selective checkpointing", "test_cases.py::test_selective_checkpointing")
 row_of_tests("several threads at once", "test_cases.py::test_threads")
 row_of_tests(
     "local shards of DTensors, FSDP2",

@@ -1,8 +1,13 @@
-"""Fake kernels: the ops write into arguments and return nothing, so there is no shape to tell."""
+"""What torch has to know of ops that write into arguments and return nothing.
+
+There is no shape to tell. A policy of selective checkpointing that saves what they return would save nothing, so they
+are always computed again.
+"""
 
 import torch
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from ._ops import add_op_namespace_prefix
+from ._ops import add_op_namespace_prefix, ops
 
 
 def _writes_arguments(*args):
@@ -20,3 +25,4 @@ for _op in (
     "weight_grad",
 ):
     torch.library.register_fake(add_op_namespace_prefix(_op))(_writes_arguments)
+    SAC_IGNORED_OPS.add(getattr(ops, _op).default)

@@ -267,12 +267,15 @@ def products(pass_: str) -> int:
     return {"fwd": 1, "fwd+bwd": 3}[pass_]
 
 
-def automatic_path(dtype: str, device: str) -> str:
-    """The path of the first configuration that serves the dtype on this GPU: the one that is picked unasked."""
+def automatic_path(dtype: str, device: str, narrow: bool = False) -> str:
+    """The path of the first configuration that serves the dtype on this GPU: the one that is picked unasked.
+
+    narrow: of the tiles for few rows an expert.
+    """
     if device == "cpu":
         return "reference"
     for config in package.hooks().configs_here():
-        if dtype in PATHS[config.path]:
+        if dtype in PATHS[config.path] and narrow == (config.tile_m < 128):
             return config.path
     raise RuntimeError(f"no kernel configuration serves {dtype} on this GPU")
 

@@ -7,10 +7,10 @@ experts that the tokens touch, at the rate of a copy in the same run. The rows a
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import arguments
 import compare
-import package
 import peers
 import torch
 from compare import Case
@@ -25,17 +25,9 @@ def main() -> int:
     args = arguments.parser(__doc__).parse_args()
     compare.tell_missing_peers(args.device)
     wanted = cases(args.device)
-    rows = [compare.describe(case, path(case.dtype, args.device)) for case in wanted]
+    rows = [compare.describe(case, compare.automatic_path(case.dtype, args.device, narrow=True)) for case in wanted]
     compare.measure_all(wanted, rows, measure, args)
     return compare.report(rows)
-
-
-def path(dtype: str, device: str) -> str:
-    """That of the tiles for few rows an expert."""
-    if device == "cpu":
-        return "reference"
-    configs = package.hooks().configs_here()
-    return next(c.path for c in configs if c.tile_m < 128 and dtype in compare.PATHS[c.path])
 
 
 def cases(device: str) -> list[Case]:
@@ -53,8 +45,8 @@ def cases(device: str) -> list[Case]:
 def measure(case: Case, inputs: Inputs, device: str) -> dict:
     ours, others = compare.contenders(case, inputs, device)
     compare.check_agreement(ours(), inputs, case.op)
-    arguments = tuple(vars(inputs).values())
-    others |= {name: lambda peer=peer: peer(*arguments) for name, peer in peers.TRANSFORMERS.items()}
+    _, given = compare.in_plain_torch(case.op, inputs)
+    others |= {name: partial(peer, *given) for name, peer in peers.TRANSFORMERS.items()}
     others = {name: run for name, run in others.items() if compare.runs_at_all(name, run)}
     bytes_peak = peak_bytes(ours, device)
     runs = {"ours": ours, **others, "dense": compare.dense_product(case, device)}

@@ -1,4 +1,4 @@
-"""What the package is compared with. Each takes the package's own arguments and is differentiable."""
+"""What the package is compared with. Each takes the package's own arguments, all tensors, and is differentiable."""
 
 import importlib
 from collections.abc import Callable
@@ -24,15 +24,13 @@ _sonicmoe = _optional("SonicMoE", "sonicmoe")
 _transformers = _optional("transformers", "transformers.integrations.moe")
 
 
-def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, group_sizes: torch.Tensor) -> torch.Tensor:
+def grouped_mm(rows, weight, group_sizes) -> torch.Tensor:
     """torch's grouped product of rows that are grouped already."""
     ends = group_sizes.cumsum(0).to(torch.int32)
     return torch._grouped_mm(rows, weight.transpose(1, 2), ends)
 
 
-def unfused(
-    x: torch.Tensor, weight: torch.Tensor, expert_ids: torch.Tensor, topk_weights: torch.Tensor
-) -> torch.Tensor:
+def unfused(x, weight, expert_ids, topk_weights) -> torch.Tensor:
     """Sort, gather, torch's grouped product, weight, index_add: float32 [T, N], without waiting for the device."""
 
     def product(rows, ends):
@@ -41,13 +39,7 @@ def unfused(
     return _unfused(product, weight.shape[0], x, expert_ids, topk_weights)
 
 
-def unfused_mlp(
-    x: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-    expert_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-) -> torch.Tensor:
+def unfused_mlp(x, w_up, w_down, expert_ids, topk_weights) -> torch.Tensor:
     """The same of SwiGLU MLPs, in x's dtype [T, H]."""
 
     def mlp(rows, ends):
@@ -71,22 +63,14 @@ def _swiglu(rows: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def scattermoe(
-    x: torch.Tensor, weight: torch.Tensor, expert_ids: torch.Tensor, topk_weights: torch.Tensor
-) -> torch.Tensor:
+def scattermoe(x, weight, expert_ids, topk_weights) -> torch.Tensor:
     """ScatterMoE's fused linear layer in Triton, [T, N] in x's dtype."""
     routing = _scattermoe.flatten_sort_count(expert_ids, num_experts=weight.shape[0])
     gates = topk_weights.to(x.dtype)
     return _scattermoe.parallel_linear(x, weight.transpose(1, 2), expert_ids.shape[1], *routing, gates=gates)
 
 
-def scattermoe_mlp(
-    x: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-    expert_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-) -> torch.Tensor:
+def scattermoe_mlp(x, w_up, w_down, expert_ids, topk_weights) -> torch.Tensor:
     """Its gated MLP, [T, H] in x's dtype."""
     routing = _scattermoe.flatten_sort_count(expert_ids, num_experts=w_up.shape[0])
     top_k, gates = expert_ids.shape[1], topk_weights.to(x.dtype)
@@ -94,13 +78,7 @@ def scattermoe_mlp(
     return _scattermoe.parallel_linear(h, w_down.transpose(1, 2), 1, *routing, gates=gates, grouped_in=True)
 
 
-def sonicmoe_mlp(
-    x: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-    expert_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-) -> torch.Tensor:
+def sonicmoe_mlp(x, w_up, w_down, expert_ids, topk_weights) -> torch.Tensor:
     """SonicMoE's gated MLP in CuTe, for a routing that is given, [T, H] in x's dtype."""
     num_tokens, top_k = expert_ids.shape
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=x.device).repeat_interleave(top_k)
@@ -147,18 +125,12 @@ TRANSFORMERS = {  # its two implementations
 }
 
 
-def loop(x: torch.Tensor, weight: torch.Tensor, expert_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+def loop(x, weight, expert_ids, topk_weights) -> torch.Tensor:
     """A MoE in plain torch, one expert after another: [T, N] in the wider of x's and topk_weights' dtypes."""
     return _loop(lambda rows, e: rows @ weight[e].T, weight.shape[0], x, expert_ids, topk_weights)
 
 
-def mlp_loop(
-    x: torch.Tensor,
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,
-    expert_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-) -> torch.Tensor:
+def mlp_loop(x, w_up, w_down, expert_ids, topk_weights) -> torch.Tensor:
     """The same of SwiGLU MLPs."""
 
     def mlp(rows, e):
@@ -177,7 +149,7 @@ def _loop(expert: Callable, num_experts: int, x, expert_ids, topk_weights) -> to
     return y
 
 
-def grouped_loop(rows: torch.Tensor, weight: torch.Tensor, group_sizes: torch.Tensor) -> torch.Tensor:
+def grouped_loop(rows, weight, group_sizes) -> torch.Tensor:
     """A grouped product in plain torch, one group after another."""
     groups = rows.split(group_sizes.tolist())
     return torch.cat([group @ matrix.T for group, matrix in zip(groups, weight, strict=True)])

@@ -277,16 +277,17 @@ def test_training_learns(kernel, device):
     assert losses[-1] < losses[0] / 10
 
 
-def with_tangent(total, t):
+def tangent(total, t):
     with forward_ad.dual_level():
-        return total(forward_ad.make_dual(t, torch.ones_like(t)))
+        return forward_ad.unpack_dual(total(forward_ad.make_dual(t, torch.ones_like(t)))).tangent
 
 
 TRANSFORMS = {  # of a scalar function of a tensor, each for all of what torch.func and torch.autograd have
     "grad": lambda total, t: torch.func.grad(total)(t),
-    "jvp": lambda total, t: torch.func.jvp(total, (t,), (torch.ones_like(t),)),
+    "vjp": lambda total, t: torch.func.vjp(total, t)[1](torch.ones((), device=t.device))[0],
+    "jvp": lambda total, t: torch.func.jvp(total, (t,), (torch.ones_like(t),))[1],
     "vmap": lambda total, t: torch.func.vmap(total)(torch.stack([t, t])),
-    "forward mode": with_tangent,
+    "forward mode": tangent,
     "vmap of a backward": lambda total, t: torch.func.vmap(
         lambda d, y: torch.autograd.grad(y, t, d, retain_graph=True), (0, None)
     )(torch.ones(2, device=t.device), total(t.requires_grad_())),
@@ -304,24 +305,13 @@ def test_transforms_are_refused_by_name(kernel, device, function, transform):
             TRANSFORMS[transform](call, tensor.clone())
 
 
-def tangent_of(total, t):
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(t, torch.ones_like(t))
-        return torch.autograd.forward_ad.unpack_dual(total(dual)).tangent
-
-
 @pytest.mark.parametrize(
-    "transform, want",
-    [
-        (lambda total, t: torch.func.grad(total)(t), lambda gradient: gradient),
-        (lambda total, t: torch.func.vjp(total, t)[1](torch.ones((), device=t.device))[0], lambda gradient: gradient),
-        (lambda total, t: torch.func.jvp(total, (t,), (torch.ones_like(t),))[1], torch.sum),
-        (tangent_of, torch.sum),
-    ],
+    "transform, of_gradient",
+    [("grad", torch.clone), ("vjp", torch.clone), ("jvp", torch.sum), ("forward mode", torch.sum)],
     ids=["grad", "vjp", "jvp", "forward mode"],
 )
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_compiled_transforms_are_right_or_refused(kernel, device, dynamo, function, transform, want):
+def test_compiled_transforms_are_right_or_refused(kernel, device, dynamo, function, transform, of_gradient):
     """The compiler asks no Function for its rules, and would take the ops for constants."""
     problem = problems.make(function, 6, 8, 6, 3, 2, device=device)
     name, tensor = next(iter(problem.tensors.items()))
@@ -332,12 +322,12 @@ def test_compiled_transforms_are_right_or_refused(kernel, device, dynamo, functi
     leaf = tensor.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(total(leaf), leaf)
     for fullgraph in (False, True):
-        compiled = torch.compile(transform, backend="aot_eager", fullgraph=fullgraph)
+        compiled = torch.compile(TRANSFORMS[transform], backend="aot_eager", fullgraph=fullgraph)
         try:
             got = compiled(total, tensor.clone())
         except (NotImplementedError, torch._dynamo.exc.Unsupported):
             continue
-        torch.testing.assert_close(got, want(gradient), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got, of_gradient(gradient), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -361,7 +351,7 @@ def test_transforms_of_what_has_no_gradient_are_refused(kernel, device):
         with refusal:
             torch.func.jvp(call, (x,), (x,))
         with refusal:
-            with_tangent(call, x)
+            tangent(call, x)
 
 
 # Compilers

@@ -125,21 +125,18 @@ def decode_table(record: dict, digest: str) -> str:
     found = [row for row in record.get("rows", []) if FLOOR in row["peers"] and row["ms"] is not None]
     if not found:
         return ""
-    peers = list(dict.fromkeys(name for row in found for name in row["peers"] if name != FLOOR))
+    peers = [name for name in peers_of(found) if name != FLOOR]
     header = ["", "T, H, I, E, k", "dtype", "kernels", "µs", "of the floor's rate", *(f"× {name}" for name in peers)]
     lines = []
     for row in found:
-        values = ", ".join(str(row[name]) for name in "TKIEk")
-        of_floor = row["peers"][FLOOR] / row["ms"]
-        ratios = [f"{row['peers'][name] / row['ms']:.2f}" if name in row["peers"] else "" for name in peers]
-        which = [row["shape"] + mark(row, digest), values, row["dtype"], row["path"]]
-        lines.append([*which, f"{row['ms'] * 1e3:.1f}", f"{of_floor:.2f}", *ratios])
+        which = [row["shape"] + mark(row, digest), listed(row, "TKIEk"), row["dtype"], row["path"]]
+        lines.append([*which, f"{row['ms'] * 1e3:.1f}", *times_as_fast(row, [FLOOR, *peers])])
     return "\n\n".join([heading(record), markdown(header, lines), *note({"rows": found}, digest)])
 
 
 def timings(found: list[dict], sizes: dict[str, str], digest: str) -> str:
     """sizes: the names that are shown, and those of the rows."""
-    peers = list(dict.fromkeys(name for row in found for name in row["peers"]))
+    peers = peers_of(found)
     header = [
         "",
         ", ".join(sizes),
@@ -190,7 +187,7 @@ def rates(rows: list[dict], digest: str) -> list[str]:
     for op in dict.fromkeys(row["op"] for row in rows):
         if found := fastest(current, op):
             ratios = {"dense": [row["dense_ms"] / row["ms"] for row in found]}
-            for name in dict.fromkeys(name for row in found for name in row["peers"]):
+            for name in peers_of(found):
                 ratios[name] = [row["peers"][name] / row["ms"] for row in found if name in row["peers"]]
             shown = [f"{min(values):.2f} to {max(values):.2f} times {name}" for name, values in ratios.items()]
             said.append(f"The rate of `{op}`, forward in bf16, is {', '.join(shown)}.")
@@ -209,15 +206,25 @@ def fastest(rows: list[dict], op: str) -> list[dict]:
 
 def speed_row(row: dict, sizes: Iterable[str], peers: list[str], digest: str) -> list[str]:
     pass_ = row["pass"] + (", graph" if row["mode"] == "graph" else "")
-    values = ", ".join(str(row[name]) for name in sizes)
-    which = [f"{row['op']} {row['shape']}{mark(row, digest)}", values, row["dtype"], row["path"], pass_]
+    which = [f"{row['op']} {row['shape']}{mark(row, digest)}", listed(row, sizes), row["dtype"], row["path"], pass_]
     ms = row["ms"]
     if ms is None:
         return [*which, "**failed**", *[""] * (3 + len(peers))]
     dense = row["dense_ms"] * PRODUCTS[row["pass"]] / ms
-    ratios = [f"{row['peers'][name] / ms:.2f}" if name in row["peers"] else "" for name in peers]
     peak = "" if row["bytes_peak"] is None else f"{row['bytes_peak'] / 1e6:.0f}"
-    return [*which, f"{ms:.3f}", f"{row['tflops']:.0f}", f"{dense:.2f}", *ratios, peak]
+    return [*which, f"{ms:.3f}", f"{row['tflops']:.0f}", f"{dense:.2f}", *times_as_fast(row, peers), peak]
+
+
+def listed(row: dict, sizes: Iterable[str]) -> str:
+    return ", ".join(str(row[name]) for name in sizes)
+
+
+def peers_of(rows: list[dict]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row["peers"]))
+
+
+def times_as_fast(row: dict, peers: list[str]) -> list[str]:
+    return [f"{row['peers'][name] / row['ms']:.2f}" if name in row["peers"] else "" for name in peers]
 
 
 def sweeps_table(record: dict, digest: str) -> str:

@@ -1,4 +1,5 @@
-// The kernels there are, and the rule that picks one: the first of its path whose blocks fit the GPU's shared memory.
+// The kernels there are, and the rule that picks one: of those that serve a call the first one, with tiles of as many rows as the
+// call had best have, whose blocks fit the GPU's shared memory.
 #pragma once
 
 #include "problem.h"
@@ -14,7 +15,7 @@ __host__ __device__ constexpr int pieces(unsigned extent, unsigned size) { retur
 // Output tiles have 128 rows, and as many columns but for wgmma; a row dot has one partial sum a tile. Narrow ones, for few rows
 // an expert, have fewer.
 constexpr int kTile = 128;
-constexpr int kNarrowGroups = 4096;  // which narrow tiles find their way among
+constexpr int kNarrowExperts = 512, kNarrowRows = 65535;  // at most, which narrow tiles find their way among
 constexpr int kFloatPitch = kTile + 4;  // of a row of a staged float32 operand; the 4 spread rows over the banks
 
 struct Config {
@@ -65,7 +66,7 @@ struct Config {
     if (path == Path::wgmma) {
       return (op == Op::gemm ? 2 * (36 + kTile * 8 + 16) : 32 + stages * tile_k * 4 + 16) + 2 * stages * 8;
     }
-    if (narrow()) return (stages + 1) * (16 + tile_rows * 4) + kNarrowGroups / 4 + 4 + tile_rows * 4;
+    if (narrow()) return (stages + 1) * (16 + tile_rows * 4) + 4 * (kNarrowExperts + 2) + tile_rows * 4;
     return op == Op::gemm ? 2 * 16 + kTile * 4 + 16 : 48 + (2 * stages + 1) * tile_k * 4;
   }
   __host__ __device__ constexpr int shared_bytes() const { return tables_at() + table_bytes(); }
@@ -126,18 +127,20 @@ constexpr bool runs_on(const Config& config, const Gpu& gpu) {
 
 // What of a call decides which kernels may serve it. aligned: 16 bytes of its operands may be moved at once; boxed: of all
 // its matrices, and the copy engine can bring the operands. plain: no more than weights, a bias and an activation are asked
-// for, of few enough experts; fine: of a W that is contiguous along k. tile_rows: how many rows a tile had best have.
+// for, of few enough experts and rows; along_k: W is contiguous in k. tile_rows: how many rows a tile had best have, of a
+// product one of those that there are, 8, 32 or 128.
 struct Call {
   Op op;
   DType type;
-  bool aligned, boxed, plain, fine;
+  bool aligned, boxed;
+  bool plain = false, along_k = false;
   int tile_rows = kTile;
 };
 
 constexpr bool serves(const Config& config, const Call& call) {
   return config.op == call.op && (config.path == Path::fp32) == (call.type == DType::float32) &&
          (call.aligned || !config.vectorized) && (call.boxed || config.path != Path::wgmma) && (call.plain || !config.narrow()) &&
-         (call.fine || config.tile_columns >= 64);
+         (call.along_k || config.tile_columns >= 64);
 }
 
 // Bit i of `forced` puts kConfigs[i] before all others for the calls that it can serve.

@@ -16,7 +16,8 @@ cudaError_t start_gemm(const Config& config, const GemmProblem& p, int blocks, c
 
 template <typename Multiply>
 cudaError_t start_narrow(const Config& config, const GemmProblem& p, int blocks, cudaStream_t stream) {
-  const int64_t tiles = int64_t(p.S <= p.E ? p.S : p.E + 1) * pieces(p.N, config.tile_columns);
+  const int64_t row_tiles = p.S / config.tile_rows + int64_t(p.S < p.groups ? p.S : p.groups);
+  const int64_t tiles = row_tiles * pieces(p.N, config.tile_columns);
   return start(narrow<Multiply>, Multiply::kThreads, config, tiles, blocks, true, stream, p);
 }
 

@@ -20,50 +20,51 @@ struct NarrowTile {
   int assignment[kRows];
 };
 
-// Groups that have rows, a bit each, and how many there are before each 32 of them. Behind the experts comes the group of the
-// rows past them.
+// Where each group's rows and tiles end, those of group g in [g + 1]. Behind the experts may come the group of the rows past
+// them.
 struct Groups {
-  uint32_t has_rows[kNarrowGroups / 32];
-  int before[kNarrowGroups / 32 + 1];
+  uint16_t row[kNarrowExperts + 2], tile[kNarrowExperts + 2];
 };
 
-// Of a group, within [0, S] whatever the offsets are.
-struct GroupRows {
-  int begin, end;
-};
-__device__ __forceinline__ GroupRows rows_of(const int* offs, int E, int S, int group) {
-  const auto inside = [&](int row) { return min(max(row, 0), S); };
-  return {group > 0 ? inside(offs[group - 1]) : 0, group < E ? inside(offs[group]) : S};
-}
-
-// All threads together.
+// Offsets become a running maximum within [0, S], as those of a schedule do; all threads together.
 template <int kThreads>
-__device__ __forceinline__ void find_groups(const GemmProblem& p, int count, Groups& groups) {
-  const int words = pieces(count, 32);
-  for (int first = threadIdx.x / 32 * 32; first < count; first += kThreads) {
-    const int group = first + threadIdx.x % 32;
-    const GroupRows rows = group < count ? rows_of(p.offs, p.E, p.S, group) : GroupRows{};
-    const uint32_t has_rows = __ballot_sync(~0u, rows.end > rows.begin);
-    if (threadIdx.x % 32 == 0) groups.has_rows[first / 32] = has_rows;
+__device__ __forceinline__ void find_groups(const GemmProblem& p, int tile_rows, Groups& groups) {
+  for (int group = threadIdx.x; group < p.groups; group += kThreads) {
+    groups.row[group + 1] = group < p.E ? min(max(p.offs[group], 0), p.S) : p.S;
   }
   __syncthreads();
-  for (int word = threadIdx.x; word <= words; word += kThreads) {
-    int before = 0;
-    for (int i = 0; i < word; ++i) before += __popc(groups.has_rows[i]);
-    groups.before[word] = before;
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    int rows_before = 0, tiles_before = 0;
+    if (lane == 0) groups.row[0] = groups.tile[0] = 0;
+    for (int first = 0; first < p.groups; first += 32) {
+      const int group = first + lane;
+      int row = max(group < p.groups ? int(groups.row[group + 1]) : 0, rows_before);
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) row = max(row, __shfl_up_sync(~0u, row, step));
+      const int begin = __shfl_up_sync(~0u, row, 1);
+      int tile = pieces(row - (lane ? begin : rows_before), tile_rows);
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int below = __shfl_up_sync(~0u, tile, step);
+        if (lane >= step) tile += below;
+      }
+      tile += tiles_before;
+      if (group < p.groups) groups.row[group + 1] = row, groups.tile[group + 1] = tile;
+      rows_before = __shfl_sync(~0u, row, 31), tiles_before = __shfl_sync(~0u, tile, 31);
+    }
   }
   __syncthreads();
 }
 
-// The place of the set bit that has `before` set bits before it.
-__device__ __forceinline__ int set_bit(uint32_t bits, int before) {
-  int place = 0;
-#pragma unroll
-  for (int half = 16; half > 0; half /= 2) {
-    const int below = __popc(bits >> place & ((1u << half) - 1));
-    if (before >= below) before -= below, place += half;
+// The group that has a tile.
+__device__ __forceinline__ int group_of(const Groups& groups, int count, int tile) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (groups.tile[middle] <= tile ? low : high) = middle;
   }
-  return place;
+  return low;
 }
 
 template <typename Multiply>
@@ -93,45 +94,43 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
 
   const Epilogue& to = p.epilogue;
   const bool combine = to.destination == Destination::token, by_row = to.destination == Destination::row;
-  const int column_tiles = pieces(p.N, kColumns), stages = max(pieces(p.K, kTileK), 1);
-  const int group_count = p.E + (combine ? 0 : 1), words = pieces(group_count, 32);
-  find_groups<kThreads>(p, group_count, groups);
+  const int column_tiles = pieces(p.N, kColumns);
+  // Zeros for rows of no expert take one.
+  const auto stages_of = [&](int expert) { return expert >= 0 ? max(pieces(p.K, kTileK), 1) : 1; };
+  find_groups<kThreads>(p, kRows, groups);
   const auto side_by_side = [&](int columns) { return p.split ? columns / 2 : columns; };
 
-  // The tile that comes next, and the assignments of this thread's rows of it.
+  // The tile that comes next (group -1: there are no more), and the assignments of this thread's rows of it.
   unsigned number = blockIdx.x;
-  int word = 0;  // of groups
-  int next_group, next_column, next_assignment[ShareA::kRows];
-  GroupRows next{};
+  int next_group, next_row, next_rows, next_column, next_assignment[ShareA::kRows];
   const auto look_up_tile = [&] {
-    const int group = int(number / unsigned(column_tiles));
+    const int row_tile = int(number / unsigned(column_tiles));
+    next_group = row_tile < groups.tile[p.groups] ? group_of(groups, p.groups, row_tile) : -1;
+    next_row = next_group < 0 ? 0 : groups.row[next_group] + (row_tile - groups.tile[next_group]) * kRows;
+    next_rows = next_group < 0 ? -1 : min(kRows, groups.row[next_group + 1] - next_row);
     next_column = int(number % unsigned(column_tiles)) * kColumns;
     number += gridDim.x;
-    while (word < words && groups.before[word + 1] <= group) ++word;
-    next_group = word < words ? word * 32 + set_bit(groups.has_rows[word], group - groups.before[word]) : -1;
-    if (next_group >= 0) next = rows_of(p.offs, p.E, p.S, next_group);
   };
-
-  const auto next_row = [&](int i) { return max(min(next.begin + ShareA::first() + i * ShareA::kStride, next.end - 1), 0); };
+  const auto own_row = [&](int i) { return next_row + max(min(ShareA::first() + i * ShareA::kStride, next_rows - 1), 0); };
   const auto look_up_rows = [&] {
 #pragma unroll
     for (int i = 0; i < ShareA::kRows; ++i) {
-      next_assignment[i] = p.map.row_assignment ? p.map.row_assignment[next_row(i)] : next_row(i);
+      next_assignment[i] = p.map.row_assignment ? p.map.row_assignment[own_row(i)] : own_row(i);
     }
   };
 
-  // What is being brought: stage `at` of a tile of so many rows and columns, to a slot of the ring. Weights are asked for
-  // first; which rows the first of them meet is looked up meanwhile.
+  // What is being brought: stage `at` of the `stages` of a tile of so many rows and columns, to a slot of the ring. Weights are
+  // asked for first; which rows the first of them meet is looked up meanwhile.
   const char *a_from[ShareA::kRows], *w_from;
-  int at = stages, rows = 0, columns = 0, slot = 0, table = kTables - 1;  // as behind a tile
+  int at = 0, stages = 0, rows = 0, columns = 0, slot = 0, table = kTables - 1;  // as behind a tile
   bool works = false, looked_up = false;
   const auto turn_to_next = [&] {
     const int expert = next_group < p.E ? next_group : -1, column = side_by_side(next_column);
-    rows = next_group >= 0 ? min(kRows, next.end - next.begin) : -1, works = rows > 0 && expert >= 0;
+    rows = next_rows, works = rows > 0 && expert >= 0, stages = stages_of(expert);
     columns = side_by_side(min(kColumns, p.N - next_column));
     if (++table == kTables) table = 0;
     Tile& tile = tiles[table];
-    if (threadIdx.x == 0) tile.expert = expert, tile.row = next.begin, tile.rows = rows, tile.column = next_column;
+    if (threadIdx.x == 0) tile.expert = expert, tile.row = next_row, tile.rows = rows, tile.column = next_column;
     w_from = p.w + max(expert, 0) * p.w_expert_bytes;
     if constexpr (kAlongK) {
       w_from = row_address(w_from + ShareW::bytes(), unsigned(column) + ShareW::first(), p.w_row_bytes);
@@ -161,12 +160,11 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
   const auto aim_rows = [&] {
 #pragma unroll
     for (int i = 0; i < ShareA::kRows; ++i) {
-      const int source = p.a.gather ? next_assignment[i] / p.map.top_k : next_row(i);
+      const int source = p.a.gather ? next_assignment[i] / p.map.top_k : own_row(i);
       a_from[i] = row_address(p.a.data + ShareA::bytes(), source, p.a.row_bytes);
       if (ShareA::chunk() == 0) tiles[table].assignment[ShareA::first() + i * ShareA::kStride] = next_assignment[i];
     }
-    next.begin += kRows;
-    if (rows < 0 || next.begin >= next.end) look_up_tile();
+    look_up_tile();
   };
   const auto bring_rows = [&] {
     const uint32_t to_slot = stages_at + slot * kStageBytes + kBytesW + ShareA::offset();
@@ -181,6 +179,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
     const bool turns = at == stages && rows >= 0;
     if (turns) turn_to_next();
     bring_weights();
+    // The next tile's rows are asked for one stage into this one; where it has no other, when they are needed.
     if (turns ? !looked_up : at == 1) look_up_rows();
     looked_up = !turns;
     if (turns) aim_rows();
@@ -201,7 +200,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
     const bool weighted = to.row_weight && tile.expert >= 0 && int(threadIdx.x) < tile.rows;
     const float own_weight = weighted ? to.row_weight[tile.assignment[threadIdx.x]] : 1.f;
     Multiply multiply;
-    for (int s = 0; s < stages; ++s) {
+    for (int s = 0; s < stages_of(tile.expert); ++s) {
       ptx::wait_copies<kStages - 2>();
       __syncthreads();  // the stage has landed for everyone, and everyone is done with the one before
       bring();

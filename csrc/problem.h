@@ -96,7 +96,8 @@ struct Epilogue {
 
 struct GemmProblem {
   int S, N, K, E;
-  const int* offs;  // [E]: where each expert's rows end
+  const int* offs;  // [E]: where each expert's rows end, which narrow tiles read by themselves
+  int groups;       // E, or one more where the rows past the last expert's are written too
   Rows a;
   RowMap map;
   const char* w;

@@ -228,14 +228,15 @@ void multiply(GemmProblem& p, const Tensor& a, const Tensor& w, const Tensor& of
   const bool aligned = chunked(a, 1) && chunked(w, p.w_major == Major::k ? 2 : 1) && halves;
   const bool boxes = boxed_too && boxed(w) && (p.a.gather || boxed(a));
   const Epilogue& e = p.epilogue;
-  const bool plain = !e.dot_with && e.through != Through::activation_grad && p.E < kNarrowGroups;
-  const bool fine = p.w_major == Major::k;
-  const Config& config = choose({Op::gemm, dtype(a), aligned, boxes, plain, fine, rows_of_tile(p)}, launch);
+  const bool plain = e.out && !e.dot_with && e.through != Through::activation_grad && p.E <= kNarrowExperts &&
+                     p.S <= kNarrowRows;
+  const Config& config = choose({Op::gemm, dtype(a), aligned, boxes, plain, p.w_major == Major::k, rows_of_tile(p)}, launch);
   const bool cover_rest = (e.out || e.d_pre) && e.destination != Destination::token;
   Tiles tiles;
   if (config.narrow()) {
     check(flat(offs, ScalarType::Int, p.E), "offs must be contiguous int32 [E]");
     p.offs = static_cast<const int*>(offs.data_ptr());
+    p.groups = p.E + cover_rest;
     if (clear.count) check(cudaMemsetAsync(clear.data, 0, clear.count * sizeof(float), launch.stream));
   } else {
     tiles = schedule(offs, p.S, p.E, {kTile, config.short_rows(), cover_rest}, clear, launch);
@@ -389,7 +390,7 @@ void weight_grad(const Tensor& x, const Tensor& dy, const Tensor& offs, const Ma
   const bool aligned = chunked(x, 1) && chunked(dy, 1);
   const bool narrow = p.out_type == dtype(x) || p.out_type == DType::float32;
   const bool boxes = narrow && chunked(out, transposed ? 1 : 2) && boxed(out);
-  const Config& config = choose({Op::weight_grad, dtype(x), aligned, boxes, false, true}, launch);
+  const Config& config = choose({Op::weight_grad, dtype(x), aligned, boxes}, launch);
   const Tiles tiles = schedule(offs, int(S), p.E, {}, {}, launch);
   p.schedule = tiles.schedule;
   run(config, dtype(x), p, launch);

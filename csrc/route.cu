@@ -302,10 +302,8 @@ cudaError_t launch_route(const RouteProblem& p, int* scratch, cudaStream_t strea
   int* other = scratch + count_words(plan);  // the last pass ends in row_assignment, the one before here
   // As much as any launch takes: a call with fewer experts must not lower it under another thread's launch.
   cudaError_t error = cudaFuncSetAttribute(place, cudaFuncAttributeMaxDynamicSharedMemorySize, kPairBytes * kDigits / 2);
-  cudaFuncAttributes compiled{};
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&compiled, place);
   // From the fourth pass on a buffer that has been written twice is read before the wait.
-  const bool waits = compiled.ptxVersion >= 90 && plan.passes <= 3;
+  const bool waits = plan.passes <= 3;
   const int* order = nullptr;
   for (int i = 0; i < plan.passes && error == cudaSuccess; ++i) {
     Pass pass{};

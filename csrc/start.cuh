@@ -19,10 +19,15 @@ __device__ __forceinline__ void let_next_launch_begin() {
 #endif
 }
 
-// `early`: the kernel may begin while the launch before it runs, for it waits by itself.
+// `early`: the kernel may begin while the launch before it runs, for it waits by itself, if it was compiled to.
 template <typename... Parameters>
 cudaError_t launch_kernel(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, int shared_bytes, bool early,
                           cudaStream_t stream, const Parameters&... arguments) {
+  if (early) {
+    cudaFuncAttributes compiled{};
+    if (const cudaError_t error = cudaFuncGetAttributes(&compiled, kernel); error != cudaSuccess) return error;
+    early = compiled.ptxVersion >= 90;
+  }
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -22,7 +22,7 @@ __device__ __forceinline__ Columns<T> load_columns(const T* from, int valid) {
 }
 
 template <bool kVector, typename T>
-__device__ __forceinline__ void add_rows(float (&sum)[kColumns], const T* row, int64_t stride, int rows, int valid) {
+__device__ __forceinline__ void add_up(float (&sum)[kColumns], const T* row, int64_t stride, int rows, int valid) {
   constexpr int kTogether = kVector ? 16 / sizeof(T) : 1;  // are on their way before the first of them is added
   for (int first = 0; first < rows; first += kTogether, row += kTogether * stride) {
     Columns<T> columns[kTogether];
@@ -49,9 +49,9 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ Sum
       typed(p.rows, p.rows_type, [&](const auto* rows) {
         const auto* first = rows + token * p.top_k * p.rows_stride + column;
         if (p.vector && valid >= kColumns) {
-          add_rows<true>(sum, first, p.rows_stride, p.top_k, kColumns);
+          add_up<true>(sum, first, p.rows_stride, p.top_k, kColumns);
         } else {
-          add_rows<false>(sum, first, p.rows_stride, p.top_k, valid);
+          add_up<false>(sum, first, p.rows_stride, p.top_k, valid);
         }
       });
       typed(p.out, p.out_type, [&](auto* out) {

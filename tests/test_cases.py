@@ -663,8 +663,9 @@ def test_graph_of_another_shape_than_the_warm_up(kernel, layer, backward, dtype)
     with torch.cuda.stream(torch.cuda.Stream()):
         layer_step(kernel, layer, backward, torch.ones(45, 33 if columns == K else 17, device="cuda"), *unaligned)
     inputs = copies(oracle.make(T, K, N, E, 2, dtype, "cuda"))
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        dy.clone()  # from its first graph on torch keeps a generator's state in memory of its own
+    first = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(first):
+        dy.clone()  # while there is a graph torch keeps a generator's state in memory of its own
     torch.cuda.synchronize()
     before = in_default_pool()
     graph = torch.cuda.CUDAGraph()

@@ -107,19 +107,49 @@ def test_a_whole_path_is_forced(kernel, hooks):
     assert not any("wgmma::" in name for name in found), found
 
 
-@pytest.mark.parametrize("rows, wanted", [(4, "8x16"), (16, "32x64"), (17, None)])
-def test_few_rows_take_narrow_tiles(kernel, hooks, rows, wanted):
-    """As many columns of W at a time as keep all SMs busy, and a launch less, for nothing is scheduled."""
-    tiles = {f"{config.tile_m}x{config.tile_n}": config.name for config in hooks.configs_here()}
-    problem = problems.make("grouped_gemm", 8 * rows, 136, 264, 8, 1, torch.bfloat16, "cuda")
+@pytest.mark.parametrize(
+    "dtype, E, rows, by_columns, wanted",
+    [
+        (torch.bfloat16, 8, 4, False, "mma 8x16"),
+        (torch.float16, 8, 5, False, "mma 32x64"),
+        (torch.bfloat16, 8, 4, True, "mma 32x64"),
+        (torch.bfloat16, 8, 16, False, "mma 32x64"),
+        (torch.bfloat16, 8, 17, False, None),
+        (torch.float32, 8, 1, False, "fp32 32x64"),
+        (torch.float32, 8, 17, True, None),
+        (torch.bfloat16, 512, 1, False, "mma 8x16"),
+        (torch.bfloat16, 513, 1, False, None),
+    ],
+    ids=str,
+)
+def test_few_rows_take_narrow_tiles(kernel, hooks, dtype, E, rows, by_columns, wanted):
+    """By the averages of rows, the limit of experts, and how W lies; row dots and gradients stay with the wide ones."""
+    tiles = {f"{config.path} {config.tile_m}x{config.tile_n}": config.name for config in hooks.configs_here()}
+    problem = problems.make("grouped_gemm", E * rows, 136, 264, E, 1, dtype, "cuda")
+    leaves = problem.leaves()
+    if by_columns:
+        W = leaves["W"].detach().transpose(1, 2).contiguous().transpose(1, 2)
+        leaves["W"] = W.requires_grad_()
 
-    def kernels(*forced):
+    def narrow(call, *forced):
         with hooks.forced(*forced):
-            found = problems.launches(lambda: problem.call(kernel, **problem.tensors))
-        return sorted(name for name in found if "narrow" in name)
+            return sorted(name for name in problems.launches(call) if "narrow" in name)
 
-    assert kernels() == (kernels(tiles[wanted]) if wanted else [])
-    assert kernels(tiles["8x16"]) != kernels(tiles["32x64"])
+    def forward():
+        return problem.call(kernel, **leaves)
+
+    found = narrow(forward)
+    assert found == (narrow(forward, tiles[wanted]) if wanted else [])
+    assert len(found) == (wanted is not None)
+    dots = problems.make("moe", E * rows, 136, 264, E, 1, dtype, "cuda")
+    y = dots.call(kernel, **(given := dots.leaves()))
+    assert narrow(lambda: torch.autograd.grad(y.sum(), list(given.values()), retain_graph=True)) == []
+
+
+def test_all_rows_at_one_expert_of_many(kernel):
+    """Their tiles are shared among the blocks as those of many experts are."""
+    for dtype in (torch.float32, torch.bfloat16):
+        problems.check(kernel, problems.make("moe", 300, 136, 264, 64, 3, dtype, "cuda", "single"))
 
 
 def test_shared_memory_of_this_gpu(hooks):

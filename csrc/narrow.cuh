@@ -9,6 +9,7 @@
 #include "config.h"
 #include "epilogue.cuh"
 #include "load.cuh"
+#include "scan.cuh"
 #include "start.cuh"
 
 namespace moe {
@@ -28,31 +29,25 @@ struct Groups {
 
 // Offsets become a running maximum within [0, S], as those of a schedule do; all threads together.
 template <int kThreads>
-__device__ __forceinline__ void find_groups(const GemmProblem& p, int tile_rows, Groups& groups) {
-  for (int group = threadIdx.x; group < p.groups; group += kThreads) {
-    groups.row[group + 1] = group < p.E ? min(max(p.offs[group], 0), p.S) : p.S;
+__device__ __forceinline__ void find_groups(const GemmProblem& p, int tile_rows, Groups& groups, int* warp_totals) {
+  int tiles_before = 0;
+  if (threadIdx.x == 0) groups.row[0] = groups.tile[0] = 0;
+  for (int first = 0; first < p.E; first += kThreads) {
+    const int expert = first + threadIdx.x;
+    const bool own = expert < p.E;
+    const int given = own ? min(max(p.offs[expert], 0), p.S) : 0;
+    const int highest = block_scan(given, Max{}, warp_totals);
+    const int end = max(highest, int(groups.row[first]));
+    if (own) groups.row[expert + 1] = end;
+    __syncthreads();
+    const int tiles = own ? pieces(end - groups.row[expert], tile_rows) : 0;
+    const int tile = tiles_before + block_scan(tiles, Sum{}, warp_totals);
+    if (own) groups.tile[expert + 1] = tile;
+    tiles_before += warp_totals[kThreads / 32 - 1];
   }
   __syncthreads();
-  if (threadIdx.x < 32) {
-    const int lane = threadIdx.x;
-    int rows_before = 0, tiles_before = 0;
-    if (lane == 0) groups.row[0] = groups.tile[0] = 0;
-    for (int first = 0; first < p.groups; first += 32) {
-      const int group = first + lane;
-      int row = max(group < p.groups ? int(groups.row[group + 1]) : 0, rows_before);
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) row = max(row, __shfl_up_sync(~0u, row, step));
-      const int begin = __shfl_up_sync(~0u, row, 1);
-      int tile = pieces(row - (lane ? begin : rows_before), tile_rows);
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int below = __shfl_up_sync(~0u, tile, step);
-        if (lane >= step) tile += below;
-      }
-      tile += tiles_before;
-      if (group < p.groups) groups.row[group + 1] = row, groups.tile[group + 1] = tile;
-      rows_before = __shfl_sync(~0u, row, 31), tiles_before = __shfl_sync(~0u, tile, 31);
-    }
+  if (p.groups > p.E && threadIdx.x == 0) {
+    groups.row[p.groups] = p.S, groups.tile[p.groups] = groups.tile[p.E] + pieces(p.S - groups.row[p.E], tile_rows);
   }
   __syncthreads();
 }
@@ -97,7 +92,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
   const int column_tiles = pieces(p.N, kColumns);
   // Zeros for rows of no expert take one.
   const auto stages_of = [&](int expert) { return expert >= 0 ? max(pieces(p.K, kTileK), 1) : 1; };
-  find_groups<kThreads>(p, kRows, groups);
+  find_groups<kThreads>(p, kRows, groups, reinterpret_cast<int*>(staged));
   const auto side_by_side = [&](int columns) { return p.split ? columns / 2 : columns; };
 
   // The tile that comes next (group -1: there are no more), and the assignments of this thread's rows of it.
@@ -197,15 +192,17 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
     const Tile& tile = tiles[own];
     if (++own == kTables) own = 0;
     if (tile.rows < 0) break;
-    const bool weighted = to.row_weight && tile.expert >= 0 && int(threadIdx.x) < tile.rows;
+    const int expert = tile.expert, tile_rows = tile.rows;  // read once, for each reading is waited for
+    const bool weighted = to.row_weight && expert >= 0 && int(threadIdx.x) < tile_rows;
     const float own_weight = weighted ? to.row_weight[tile.assignment[threadIdx.x]] : 1.f;
+    const int tile_stages = stages_of(expert);
     Multiply multiply;
-    for (int s = 0; s < stages_of(tile.expert); ++s) {
+    for (int s = 0; s < tile_stages; ++s) {
       ptx::wait_copies<kStages - 2>();
       __syncthreads();  // the stage has landed for everyone, and everyone is done with the one before
       bring();
       const uint32_t w = stages_at + taken * kStageBytes;
-      if (tile.expert >= 0) multiply.stage(w, w + kBytesW, tile.rows);
+      if (expert >= 0) multiply.stage(w, w + kBytesW, tile_rows);
       if (++taken == kStages) taken = 0;
     }
 
@@ -214,11 +211,11 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
     const bool activates = to.through == Through::activation;
     const int inside = min(kColumns, p.N - tile.column);
     const T* bias = static_cast<const T*>(to.bias);
-    bias = bias && tile.expert >= 0 && !activates ? bias + tile.expert * to.bias_stride + tile.column : nullptr;
+    bias = bias && expert >= 0 && !activates ? bias + expert * to.bias_stride + tile.column : nullptr;
     constexpr int kTogether = kConfig.staged_rows;
 #pragma unroll
     for (int first = 0; first < kRows; first += kTogether) {
-      const int together = min(kTogether, tile.rows - first), row = tile.row + first;
+      const int together = min(kTogether, tile_rows - first), row = tile.row + first;
       if (together <= 0) break;
       if (first) __syncthreads();  // the rows before are no longer read
       multiply.stage_rows(first, staged, [&](int row_staged, int column, float sum) {
@@ -228,7 +225,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
       if (combine) before_bulk_add();
       __syncthreads();
       if (activates) {
-        activate_rows<kThreads, kHalf, T>(to, tile.expert, p.N, row, tile.column, inside, StagedRows<kPitch>{staged}, together,
+        activate_rows<kThreads, kHalf, T>(to, expert, p.N, row, tile.column, inside, StagedRows<kPitch>{staged}, together,
                                           threadIdx.x);
       } else if (combine) {
         add_rows<kThreads, kPitch>(static_cast<float*>(to.out) + tile.column, to.out_stride, to.out_vector, staged,

@@ -181,6 +181,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     place(const __grid_constant__ RouteProblem p, const __grid_constant__ Pass pass) {
   __shared__ int tile[kTileIds];  // sorted: where in the tile an id was, and its digit
   extern __shared__ int shared[];
+  let_next_launch_begin();  // which waits for the end of this one
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int pair = threadIdx.x, pairs = pass.pairs;
   const bool has_pair = pair < pairs;

@@ -3,7 +3,7 @@
 
 namespace moe {
 
-constexpr int kThreads = 1024;  // of a block that scans
+constexpr int kScanThreads = 1024;  // of a block that does nothing else
 
 struct Max {
   template <typename Value>
@@ -18,8 +18,8 @@ struct Sum {
   }
 };
 
-// This thread's value combined with those of all threads before it; all kThreads together. warp_totals[32]: the last one is
-// that of all values afterwards.
+// This thread's value combined with those of all threads before it; all threads of the block together.
+// warp_totals[32]: that of the last warp is that of all values afterwards.
 template <typename Value, typename Operator>
 __device__ Value block_scan(Value value, Operator combine, Value* warp_totals) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

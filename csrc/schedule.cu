@@ -12,24 +12,24 @@ namespace {
 // All blocks but the first.
 __device__ __forceinline__ void fill_with_zeros(const Clear& clear) {
   const bool aligned = reinterpret_cast<uintptr_t>(clear.data) % 16 == 0;
-  const int64_t fours = aligned ? clear.count / 4 : 0, step = int64_t(gridDim.x - 1) * kThreads;
-  const int64_t first = int64_t(blockIdx.x - 1) * kThreads + threadIdx.x;
+  const int64_t fours = aligned ? clear.count / 4 : 0, step = int64_t(gridDim.x - 1) * kScanThreads;
+  const int64_t first = int64_t(blockIdx.x - 1) * kScanThreads + threadIdx.x;
 #pragma unroll 4
   for (int64_t i = first; i < fours; i += step) reinterpret_cast<float4*>(clear.data)[i] = float4{};
   for (int64_t i = fours * 4 + first; i < clear.count; i += step) clear.data[i] = 0.f;
 }
 
 // Offsets become a running maximum within [0, S]: wrong ones may give wrong numbers, never a row outside the operands.
-__global__ void __launch_bounds__(kThreads) schedule_kernel(const int* offs, int S, int E, Tiling tiling, Clear clear,
+__global__ void __launch_bounds__(kScanThreads) schedule_kernel(const int* offs, int S, int E, Tiling tiling, Clear clear,
                                                             int* bounds, RowTile* tiles, int tiles_size, int* tile_count,
                                                             int* short_count, int* claimed) {
   let_next_launch_begin();  // which waits for the end of this one before it reads or writes anything
   if (blockIdx.x > 0) return fill_with_zeros(clear);
   __shared__ int warp_totals[32];
-  __shared__ int group_end[kThreads + 1], tiles_end[kThreads + 1];
+  __shared__ int group_end[kScanThreads + 1], tiles_end[kScanThreads + 1];
   int last_end = 0, tiles_before = 0, shorts_before = 0;
   // Group E stands for the rows past the last group. Unsigned, for the last step passes 2^31 where E comes near it.
-  for (unsigned first = 0; first <= unsigned(E); first += kThreads) {
+  for (unsigned first = 0; first <= unsigned(E); first += kScanThreads) {
     const int group = int(first + threadIdx.x);
     const int given = group < E ? min(max(offs[group], 0), S) : group == E ? S : 0;
     const int end = max(last_end, block_scan(given, Max{}, warp_totals));
@@ -46,9 +46,9 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const int* offs, int
       if (threadIdx.x == 0) tiles_end[0] = 0;
       tiles_end[threadIdx.x + 1] = block_scan(pieces(rows, tiling.rows) - is_short, Sum{}, warp_totals);
       __syncthreads();
-      const int total = tiles_end[kThreads];
-      for (int i = threadIdx.x; i < total; i += kThreads) {
-        int low = 0, high = kThreads;  // the group whose tiles hold i
+      const int total = tiles_end[kScanThreads];
+      for (int i = threadIdx.x; i < total; i += kScanThreads) {
+        int low = 0, high = kScanThreads;  // the group whose tiles hold i
         while (high - low > 1) {
           const int middle = (low + high) / 2;
           (tiles_end[middle] <= i ? low : high) = middle;
@@ -58,11 +58,11 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const int* offs, int
         tiles[tiles_before + i] = {of < E ? of : -1, row, min(tiling.rows, group_end[low + 1] - row), 0};
       }
       tiles_before += total;
-      if (threadIdx.x == kThreads - 1) warp_totals[0] = shorts;
+      if (threadIdx.x == kScanThreads - 1) warp_totals[0] = shorts;
       __syncthreads();
       shorts_before += warp_totals[0];
     }
-    last_end = group_end[kThreads];
+    last_end = group_end[kScanThreads];
     __syncthreads();  // before the next groups overwrite the shared arrays
   }
   if (threadIdx.x == 0) {
@@ -82,9 +82,9 @@ cudaError_t build_schedule(const int* offs, int S, int E, const Tiling& tiling, 
   int* bounds = scratch + 4 * int64_t(tiles_size);
   int* counters = bounds + E + 1;
   *schedule = {bounds, counters, counters + 1, tiles, tiles_size, counters + 2};
-  const int64_t clearing = (clear.count + kThreads * 16 - 1) / (kThreads * 16), resident = 2 * sms;
+  const int64_t clearing = (clear.count + kScanThreads * 16 - 1) / (kScanThreads * 16), resident = 2 * sms;
   const unsigned blocks = 1 + unsigned(clearing < resident ? clearing : resident);
-  return launch_kernel(schedule_kernel, blocks, kThreads, 0, false, stream, offs, S, E, tiling, clear, bounds, tiles, tiles_size,
+  return launch_kernel(schedule_kernel, blocks, kScanThreads, 0, false, stream, offs, S, E, tiling, clear, bounds, tiles, tiles_size,
                        counters, counters + 1, counters + 2);
 }
 

@@ -1,4 +1,4 @@
-"""Times moe, grouped_gemm and moe_mlp beside what else does their work, all in one run.
+"""Times moe, grouped_gemm, grouped_mm and moe_mlp beside what else does their work, all in one run.
 
 Each row is one operation, shape and dtype, forward or forward and backward, called eagerly or replayed from a CUDA
 graph. Every input requires a gradient, so a forward keeps what its backward would need. Beside it run a dense cuBLAS
@@ -24,8 +24,8 @@ import torch
 from shapes import CPU_SHAPES, DTYPES, SHAPES, Inputs, Shape, draw
 from timing import captured, medians_ms, peak_bytes, saved_bytes
 
-ROUNDED = "moe_mlp(rounded)"
-OPS = ("moe", "grouped_gemm", "moe_mlp", ROUNDED)
+DETERMINISTIC, ROUNDED = "moe(deterministic)", "moe_mlp(rounded)"
+OPS = ("moe", DETERMINISTIC, "grouped_gemm", "grouped_mm", "moe_mlp", ROUNDED)
 PATHS = {"fp32": ("fp32",), "mma": ("bf16", "fp16"), "wgmma": ("bf16", "fp16")}  # and the dtypes that each serves
 AGREEMENT = 2e-2  # relative Frobenius norm: what is timed must compute the same thing
 
@@ -99,10 +99,11 @@ def cases(args) -> list[Case]:
 
 
 def ops_of(shape: Shape) -> tuple[str, ...]:
-    if shape.I is None:
-        return "moe", "grouped_gemm"
-    # Two experts a token are added alike either way.
-    return ("moe_mlp", ROUNDED) if shape.k > 2 else ("moe_mlp",)
+    otherwise = shape.k > 2  # two experts a token are added alike either way
+    if shape.I is not None:
+        return ("moe_mlp", ROUNDED) if otherwise else ("moe_mlp",)
+    moe = ("moe", DETERMINISTIC) if otherwise else ("moe",)
+    return (*moe, "grouped_gemm", "grouped_mm") if shape.name == "seed" else (*moe, "grouped_gemm")
 
 
 def measure_all(wanted: list[Case], rows: list[dict], measure: Callable, args) -> None:
@@ -141,6 +142,8 @@ def measure(case: Case, inputs: Inputs, device: str) -> dict:
     ours, others = contenders(case, inputs, device)
     check_agreement(ours(), inputs, case.op)
     runs = passes(case, inputs, {"ours": ours, **others})
+    if case.op == DETERMINISTIC:
+        runs["ours"] = deterministically(runs["ours"])
     bytes_peak = peak_bytes(runs["ours"], device)
     inputs.clear_gradients()
     runs["dense"] = dense_product(case, device)
@@ -173,6 +176,12 @@ def contenders(case: Case, inputs: Inputs, device: str) -> tuple[Callable, dict[
     if case.op == "grouped_gemm":
         ours = kernel.grouped_gemm
         others = {"torch._grouped_mm": peers.grouped_mm}
+    elif case.op == "grouped_mm":
+        ours = partial(peers.grouped_mm, product=kernel.grouped_mm)
+        others = {"torch._grouped_mm": peers.grouped_mm}
+    elif case.op == DETERMINISTIC:
+        ours = kernel.moe
+        others = {"moe": kernel.moe}
     elif case.op == "moe":
         ours = kernel.moe
         _, grouped = in_plain_torch("grouped_gemm", inputs)
@@ -192,9 +201,9 @@ def contenders(case: Case, inputs: Inputs, device: str) -> tuple[Callable, dict[
 
 def in_plain_torch(op: str, inputs: Inputs) -> tuple[Callable, tuple[torch.Tensor, ...]]:
     """The loop over the experts that computes the same as an operation, and the arguments of both."""
-    if op == "grouped_gemm":
+    if op in ("grouped_gemm", "grouped_mm"):
         return peers.grouped_loop, (inputs.rows, inputs.weight, inputs.group_sizes)
-    if op == "moe":
+    if op in ("moe", DETERMINISTIC):
         return peers.loop, (inputs.x, inputs.weight, inputs.expert_ids, inputs.topk_weights)
     return peers.mlp_loop, tuple(vars(inputs).values())
 
@@ -241,6 +250,22 @@ def forward_and_backward(forward: Callable, inputs: Inputs) -> Callable:
         forward().backward(dy)
 
     return run
+
+
+def deterministically(run: Callable) -> Callable:
+    """With torch's deterministic algorithms; torch fills no memory for them meanwhile."""
+
+    def wrapped():
+        fills = torch.utils.deterministic.fill_uninitialized_memory
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.use_deterministic_algorithms(True)
+        try:
+            return run()
+        finally:
+            torch.use_deterministic_algorithms(False)
+            torch.utils.deterministic.fill_uninitialized_memory = fills
+
+    return wrapped
 
 
 def runs_at_all(name: str, run: Callable) -> bool:

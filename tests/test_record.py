@@ -352,6 +352,21 @@ def test_mlps_are_measured_at_the_shapes_of_models(monkeypatch):
     assert 0.8 < pre.std() < 1.25 and 0.8 < rows.std() < 1.25
 
 
+@pytest.mark.parametrize("op", ["moe(deterministic)", "grouped_mm"])
+def test_ways_that_only_a_gpu_times_by_default(op):
+    inputs = shapes.draw(shapes.CPU_SHAPES[1], torch.float32, "cpu")
+    row = compare.measure(compare.Case(op, shapes.CPU_SHAPES[1], "fp32", "eager", "fwd+bwd"), inputs, "cpu")
+    assert row["ms"] > 0 and row["peers"]["loop"] > 0
+
+
+def test_deterministic_algorithms_are_on_while_they_are_timed():
+    def settings():
+        return torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+
+    before = settings()
+    assert before != (True, False) == compare.deterministically(settings)() and settings() == before
+
+
 def test_few_tokens_are_measured_on_a_cpu_too(tmp_path):
     (row,) = measured("decode.py", tmp_path)
     assert records.mismatches([row], [records.ROW]) == []
@@ -369,14 +384,14 @@ def test_few_tokens_are_those_of_models():
     assert decode.touched_bytes(inputs) == 3 * 96 * 64 * 2
 
 
-@pytest.mark.parametrize("op, inner", [("moe", None), ("moe_mlp", 64)])
+@pytest.mark.parametrize("op, inner", [("moe", None), ("moe(deterministic)", None), ("moe_mlp", 64)])
 def test_peers_compute_what_ours_does(op, inner):
     """But for torch._grouped_mm, which does a part of moe's work."""
     shape = shapes.Shape("test", 128, 96, 96, 8, 4, I=inner)
     inputs = shapes.draw(shape, torch.bfloat16, "cuda" if torch.cuda.is_available() else "cpu")
     _, others = compare.contenders(compare.Case(op, shape, "bf16", "eager", "fwd"), inputs, "cuda")
     others.pop("torch._grouped_mm", None)
-    assert "unfused" in others
+    assert ("moe" if op == compare.DETERMINISTIC else "unfused") in others
     if op == "moe_mlp":
         others |= {name: partial(peer, *vars(inputs).values()) for name, peer in peers.TRANSFORMERS.items()}
     for name, other in others.items():

@@ -43,6 +43,10 @@ LOOKS = {
     "ScatterMoE": Look("ScatterMoE", "#009e73", "D"),
     "unfused": Look("unfused", "#cc79a7", "v"),
     "moe": Look("moe", "#0072b2", "o"),
+    "8 rows": Look("tiles of 8 rows", "#e69f00", "^"),
+    "32 rows": Look("of 32", "#009e73", "D"),
+    "128 rows": Look("of 128", "#cc79a7", "v"),
+    "moe_mlp": Look("picked", "#0072b2", "o"),
 }
 
 
@@ -149,6 +153,18 @@ def allocated(row: dict, which: str) -> dict[str, float]:
     return {"moe": row[f"bytes_{which}"], "unfused": row[f"peers_bytes_{which}"].get("unfused", MISSING)}
 
 
+def tiles_rows(record: dict) -> list[dict]:
+    return [row for row in record.get("tiles", []) if row["ms"] is not None]
+
+
+def draw_tiles(rows: list[dict]) -> plt.Figure:
+    figure, axes = plt.subplots(figsize=SIZE, layout="constrained")
+    times = [{**row["peers"], "moe_mlp": row["ms"]} for row in rows]
+    lines(axes, [row["T"] for row in rows], [{name: min(t.values()) / ms for name, ms in t.items()} for t in times])
+    axes.set(xlabel="tokens T", ylabel="rate, of that of the fastest tiles", ylim=(0, None))
+    return figure
+
+
 def swept(record: dict, pass_: str, distribution: str) -> list[dict]:
     """The points of the sweeps that were measured."""
     found = [row for row in record.get("sweeps", []) if row["ms"] is not None]
@@ -206,6 +222,7 @@ PLOTS = {
     "scale": Plot("sweeps", scale_rows, draw_scale),
     "skew": Plot("sweeps", skew_rows, draw_skew),
     "memory": Plot("sweeps", memory_rows, draw_memory),
+    "tiles": Plot("tiles", tiles_rows, draw_tiles),
 }
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import pytest
 import record as records
 import shapes
 import sweep
+import tiles
 from PIL import Image
 
 STAMP = {"source_digest": "a" * 64, "date": "2026-11-30"}
@@ -31,6 +32,12 @@ def swept(case):
     return {**row(sweep.describe(case, "wgmma"), case, slower * shape.flops * 1e-12), **memory}
 
 
+def tried(case):
+    """Tiles of 128 rows are as fast as what is picked, those of 8 four times as slow."""
+    made = row(compare.describe(case, "wgmma"), case, 2.0)
+    return {**made, "peers": {"8 rows": 8.0, "128 rows": 2.0}}
+
+
 def full_record():
     """With figures that none was measured for: moe at 1000 TFLOP/s forward in the scale sweeps."""
     cases = [compare.Case("moe", shape, "bf16", "eager", "fwd") for shape in MATRICES]
@@ -38,6 +45,7 @@ def full_record():
         **{"gpu": "NVIDIA Test 1", "torch": "2.11.0", "cuda": "13.0"},
         "rows": [row(compare.describe(case, "mma"), case, 2.0) for case in cases],
         "sweeps": [swept(case) for case in sweep.cases("cuda")],
+        "tiles": [tried(case) for case in tiles.cases("cuda")],
     }
 
 
@@ -76,7 +84,13 @@ def test_every_plot_is_drawn_and_always_the_same(folder):
 
 
 @pytest.mark.parametrize(
-    "lacking, left", [("sweeps", {"peers"}), ("rows", {"scale", "skew", "memory"}), ("base", {"peers", "skew"})]
+    "lacking, left",
+    [
+        ("sweeps", {"peers", "tiles"}),
+        ("rows", {"scale", "skew", "memory", "tiles"}),
+        ("tiles", {"peers", "scale", "skew", "memory"}),
+        ("base", {"peers", "skew", "tiles"}),
+    ],
 )
 def test_what_was_not_measured_is_left_out(folder, capsys, lacking, left):
     record = full_record()
@@ -144,6 +158,12 @@ def test_memory_shows_the_peak_and_what_is_kept():
     assert peak["moe"][1] == [10**8] * 9 and peak["unfused"][1][4] == rows[0]
     assert kept["moe"][1][4] == 4 * 16384 * 8 and kept["unfused"][1][4] == rows[1]
     assert "torch._grouped_mm, product alone" not in peak
+
+
+def test_tiles_are_compared_with_the_fastest():
+    found = curves(figure_of("tiles", full_record()).axes[0])
+    assert found["picked"] == found["of 128"] == ([2**i for i in range(17)], [1.0] * 17)
+    assert found["tiles of 8 rows"][1] == [0.25] * 17 and "of 32" not in found
 
 
 def test_the_caption_says_where_and_when():

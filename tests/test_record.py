@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import readme_tables
 import record as records
 import record_gpu
 import shapes
+import tiles
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,6 +58,10 @@ RECORD = {
     "rows": [ROW, {**ROW, "pass": "fwd+bwd", "ms": 0.6, "peers": {}}, MLP_ROW, DECODE_ROW],
     "sweeps": [SWEEP_ROW, {**SWEEP_ROW, "distribution": "zipf", "ms": 0.25, "bytes_peak": 33_619_968, "peers": {}}],
     "memory": [MEMORY_ROW, {**MEMORY_ROW, "op": "moe_mlp(rounded)", "bytes_peak": 3 * 10**9}],
+    "tiles": [
+        {**DECODE_ROW, "T": 1, "peers": {"8 rows": 0.1, "128 rows": 0.4}},
+        {**DECODE_ROW, "T": 1024, "ms": 0.42, "peers": {"8 rows": 0.8, "128 rows": 0.4}},
+    ],
 }
 MACHINE = {name: RECORD[name] for name in records.MACHINE}
 README = (
@@ -211,7 +217,9 @@ def test_tables_show_the_plots_that_are_drawn(monkeypatch, tmp_path):
     for name in readme_tables.PLOTS:
         (tmp_path / f"test-1-{name}.png").touch()
     text = tables(RECORD)
-    assert [text.count(f"](docs/plots/test-1-{name}.png)") for name in readme_tables.PLOTS] == [1] * 4
+    assert [text.count(f"](docs/plots/test-1-{name}.png)") for name in readme_tables.PLOTS] == [1] * len(
+        readme_tables.PLOTS
+    )
 
 
 def test_tables_without_a_record_say_so():
@@ -273,6 +281,8 @@ def test_a_few_tokens_have_a_table_of_their_own():
     )
     assert "few" not in readme_tables.mlp_table(record, NOW)
     assert readme_tables.decode_table(changed(rows=[MLP_ROW]), NOW) == ""
+    said = "takes at most 1.05 times as long as with the best ones, at 1,024 of 1 to 1,024 tokens."
+    assert said in readme_tables.decode_table(RECORD, NOW)
 
 
 def test_some_rows_can_be_chosen(monkeypatch):
@@ -397,6 +407,20 @@ def test_peers_compute_what_ours_does(op, inner):
     for name, other in others.items():
         if compare.runs_at_all(name, other):
             compare.check_agreement(other(), inputs, op)
+
+
+def test_tiles_are_measured_on_a_cpu_too(tmp_path):
+    (row,) = measured("tiles.py", tmp_path)
+    assert records.mismatches([row], [records.ROW]) == [] and row["ms"] > 0
+
+
+@pytest.mark.gpu
+def test_tiles_of_each_height_are_tried():
+    shape = shapes.Shape("test", 64, 256, 256, 8, 4, I=192)
+    inputs = shapes.draw(shape, torch.bfloat16, "cuda")
+    row = tiles.measure(compare.Case("moe_mlp", shape, "bf16", "graph", "fwd"), inputs, "cuda")
+    assert set(row["peers"]) == {"8 rows", "32 rows", "128 rows"}
+    assert list(tiles.heights(replace(shape, T=2**20))) == [128]
 
 
 def test_memory_is_measured_on_a_cpu_too(tmp_path):

@@ -32,6 +32,7 @@ PLOTS = {
     "skew": "TFLOP/s by routing",
     "scale": "TFLOP/s by tokens and by experts",
     "memory": "Memory by tokens",
+    "tiles": "The rate of tiles of 8, 32 and 128 rows, and of those that are picked, by tokens",
 }
 
 
@@ -123,6 +124,7 @@ def mlp_table(record: dict, digest: str) -> str:
 def decode_table(record: dict, digest: str) -> str:
     """A few tokens, whose time is that of the weights."""
     found = [row for row in record.get("rows", []) if FLOOR in row["peers"] and row["ms"] is not None]
+    tried = [row for row in record.get("tiles", []) if row["ms"] is not None]
     if not found:
         return ""
     peers = [name for name in peers_of(found) if name != FLOOR]
@@ -131,7 +133,18 @@ def decode_table(record: dict, digest: str) -> str:
     for row in found:
         which = [row["shape"] + mark(row, digest), listed(row, "TKIEk"), row["dtype"], row["path"]]
         lines.append([*which, f"{row['ms'] * 1e3:.1f}", *times_as_fast(row, [FLOOR, *peers])])
-    return "\n\n".join([heading(record), markdown(header, lines), *note({"rows": found}, digest)])
+    parts = [heading(record), markdown(header, lines), *picked(tried), *note({"rows": found, "tiles": tried}, digest)]
+    return "\n\n".join(parts + plots(record, "tiles"))
+
+
+def picked(rows: list[dict]) -> list[str]:
+    """A sentence on how good the rule is that picks the tiles."""
+    if not rows:
+        return []
+    longer = {row["T"]: row["ms"] / min(row["peers"].values()) for row in rows}
+    tokens, most = max(longer.items(), key=lambda item: item[1])
+    said = f"With the tiles that it picks `moe_mlp` takes at most {most:.2f} times as long as with the best ones, at"
+    return [f"{said} {tokens:,} of {min(longer):,} to {max(longer):,} tokens."]
 
 
 def timings(found: list[dict], sizes: dict[str, str], digest: str) -> str:

@@ -36,6 +36,7 @@ PARTS = {
     "rows": [{**ROW, **STAMP}],
     "sweeps": [{**SWEEP_ROW, **STAMP}],
     "memory": [{**MEMORY_ROW, **STAMP}],
+    "tiles": [{**ROW, **STAMP}],
 }
 ROW_KEY = ("op", "shape", "dtype", "path", "mode", "pass", "distribution")
 

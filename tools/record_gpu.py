@@ -170,6 +170,10 @@ def run_memory(args) -> tuple[list, bool]:
     return rows_of("memory.py")
 
 
+def run_tiles(args) -> tuple[list, bool]:
+    return rows_of("tiles.py")
+
+
 def rows_of(script: str, *options: str) -> tuple[list, bool]:
     rows, status = json_of(script, *options)
     return rows or [], status == 0
@@ -194,6 +198,7 @@ PARTS = {
     "rows": run_rows,
     "sweeps": run_sweeps,
     "memory": run_memory,
+    "tiles": run_tiles,
 }
 
 if __name__ == "__main__":

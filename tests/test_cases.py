@@ -476,6 +476,28 @@ def test_compiled_by_inductor(kernel, device, dynamo, function):
         oracle.assert_close(gradient, want[name].double(), 1e-6)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_compiled_autograd(kernel, device, dynamo, function):
+    """The backward as a graph: of a compiled call, of one that is not, and of a step that has both in it."""
+    problem = problems.make(function, 20, 32, 16, 4, 2, device=device, distribution="skipped")
+    y, want = problems.run(kernel, problem)
+    dy = problem.incoming(y)
+
+    def call(**leaves):
+        return problem.call(kernel, **leaves)
+
+    def step(**leaves):
+        call(**leaves).backward(dy)
+
+    compile = partial(torch.compile, backend="aot_eager")
+    for run in (lambda **leaves: compile(call)(**leaves).backward(dy), step, compile(step)):
+        leaves = problem.leaves()
+        with dynamo.config.patch(compiled_autograd=True), dynamo.compiled_autograd._enable(compile):
+            run(**leaves)
+        for name, leaf in leaves.items():
+            assert torch.equal(leaf.grad, want[name]), name
+
+
 def test_compiled_under_autocast(kernel, device, dynamo):
     """The region is part of the graph: another one compiles anew, and each has the bits of eager."""
     problem = problems.make("moe_mlp+bias", 20, 32, 16, 4, 2, device=device)

@@ -236,6 +236,21 @@ def _(mm):
 
 
 @row(
+    "compiled autograd, in bfloat16",
+    "test_grouped_mm.py::test_compiled_autograd",
+    "test_cases.py::test_compiled_autograd",
+)
+def _(mm):
+    torch._dynamo.reset()
+    leaves, offs = rows_by_matrices(dtype=torch.bfloat16)
+    want = torch.autograd.grad(mm(*leaves, offs=offs).square().sum(), leaves)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(mm, backend="aot_eager")(*leaves, offs=offs).square().sum().backward()
+    for leaf, gradient in zip(leaves, want, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient)
+
+
+@row(
     "torch.func's transforms inside of `torch.compile(fullgraph=True)`",
     "test_grouped_mm.py::test_vmap_in_a_graph_is_refused",
     "test_cases.py::test_compiled_transforms_are_right_or_refused",

@@ -258,6 +258,38 @@ def test_compiled(kernel, device, dynamo, form, backend):
             assert torch.equal(got, right) and got.stride() == right.stride()
 
 
+@pytest.mark.parametrize("columns", [(False, False), (True, True)], ids=["rows", "columns"])
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_autograd(kernel, device, dynamo, form, columns):
+    """The whole backward as a graph, with what the products save for it."""
+    leaves = operands(form, columns, device=device)
+    offs = offsets(form, ENDS[1], device)
+    want = torch.autograd.grad(kernel.grouped_mm(*leaves, offs).square().sum(), leaves)
+    with dynamo.config.patch(compiled_autograd=True):
+        compiled = torch.compile(lambda a, b: kernel.grouped_mm(a, b, offs), backend="aot_eager", fullgraph=True)
+        compiled(*leaves).square().sum().backward()
+    for leaf, gradient in zip(leaves, want, strict=True):
+        assert torch.equal(leaf.grad, gradient) and leaf.grad.stride() == gradient.stride()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_changed_operands_are_noticed_in_a_graph(kernel, device, dynamo, form):
+    """One that is changed in place before the backward is an error, unless the graph has kept a copy of it."""
+    offs = offsets(form, ENDS[1], device)
+    for changed in (0, 1):
+        leaves = operands(form, device=device)
+        want = torch.autograd.grad(kernel.grouped_mm(*leaves, offs).sum(), leaves)
+        y = torch.compile(kernel.grouped_mm, backend="aot_eager")(*leaves, offs)
+        with torch.no_grad():
+            leaves[changed].mul_(2)
+        try:
+            y.sum().backward()
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            continue
+        assert all(torch.equal(leaf.grad, gradient) for leaf, gradient in zip(leaves, want, strict=True))
+
+
 def test_many_matrices(kernel):
     """Fewer than 2**31 rows of the result: those of the matrices do not count."""
     a, b = torch.empty(5, 2**13, device="meta"), torch.empty(2**19, 2**13, 1, device="meta")

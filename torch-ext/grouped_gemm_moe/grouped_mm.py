@@ -92,9 +92,9 @@ class _Product(torch.autograd.Function):
         da = db = d_bias = None
         d = d.to(ctx.dtype)
         if need_a:
-            da = _again(b, d.mT, offs).mT if ctx.a_by_columns else _again(d, b.mT, offs)
+            da = _mT(_again(b, _mT(d), offs)) if ctx.a_by_columns else _again(d, _mT(b), offs)
         if need_b:
-            db = _again(d.mT, a, offs).mT if ctx.b_by_columns else _again(a.mT, d, offs)
+            db = _mT(_again(_mT(d), a, offs)) if ctx.b_by_columns else _again(_mT(a), d, offs)
         if need_bias:
             d_bias = _sums_of_groups(d, offs).to(ctx.dtype)
         return da, db, d_bias, None, None
@@ -170,7 +170,13 @@ def _again(a, b, offs):
 
 def _by_columns(operand):
     """Whether an operand is dense by columns. Its gradient is then too, computed transposed: torch's own rule."""
-    return operand.mT.is_contiguous() and not operand.is_contiguous()
+    return _mT(operand).is_contiguous() and not operand.is_contiguous()
+
+
+def _mT(matrices):
+    # The attribute of that name would be read before the Function by the compiler, which then takes the view for a
+    # tensor that was not saved by save_for_backward: compiled autograd loses it, and changes in place go unnoticed.
+    return matrices.transpose(-2, -1)
 
 
 def _sums_of_groups(d, offs):

@@ -15,6 +15,7 @@ import problems
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils._sympy.numbers import int_oo
 
 FUNCTIONS = problems.FUNCTIONS
 CAST = [function for function in FUNCTIONS if function != "grouped_mm"]  # by autocast; the other is as torch's
@@ -543,14 +544,23 @@ class Experts(torch.nn.Module):
         return x
 
 
+DIMS = {
+    "bounded": torch.export.Dim("T", min=2, max=4096),
+    "unbounded": torch.export.Dim("T"),
+    "found": torch.export.Dim.AUTO,
+}
+
+
+@pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
-def test_export(kernel, device, dynamo, strict):
+def test_export(kernel, device, dynamo, strict, dim):
     """Of a layer for inference, with any number of tokens, saved and loaded."""
     layer = Experts(kernel, device).eval()
     x, _, ids, weights = oracle.make(30, 16, 1, 4, 2, device=device)
-    sizes = ({0: torch.export.Dim("T", min=2, max=4096)},) * 3
+    sizes = ({0: DIMS[dim]},) * 3
     with torch.no_grad():
         program = torch.export.export(layer, (x[:9], ids[:9], weights[:9]), dynamic_shapes=sizes, strict=strict)
+    assert [found.upper for found in program.range_constraints.values()] == [4096 if dim == "bounded" else int_oo]
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)

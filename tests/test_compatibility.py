@@ -196,6 +196,14 @@ def _(mm):
 # Compilers
 
 
+def layer_of(mm):
+    class Layer(torch.nn.Module):
+        def forward(self, a, b, offs):
+            return mm(a, b, offs=offs)
+
+    return Layer()
+
+
 def compiled_like_eager(mm, dtype):
     torch._dynamo.reset()
     leaves, offs = rows_by_matrices(dtype=dtype)
@@ -265,14 +273,22 @@ def _(mm):
 
 @row("`torch.export` of bfloat16", "test_cases.py::test_export")
 def _(mm):
-    class Layer(torch.nn.Module):
-        def forward(self, a, b, offs):
-            return mm(a, b, offs=offs)
-
     leaves, offs = rows_by_matrices(dtype=torch.bfloat16)
     with torch.no_grad():
-        program = torch.export.export(Layer(), (*leaves, offs))
+        program = torch.export.export(layer_of(mm), (*leaves, offs))
         torch.testing.assert_close(program.module()(*leaves, offs), mm(*leaves, offs=offs))
+
+
+@row("`torch.export` of any number of rows, without a bound", "test_cases.py::test_export")
+def _(mm):
+    leaves, offs = rows_by_matrices(dtype=torch.bfloat16)
+    with torch.no_grad():
+        program = torch.export.export(
+            layer_of(mm), (*leaves, offs), dynamic_shapes=({0: torch.export.Dim("S")}, None, None), strict=True
+        )
+        other = operands("2d x 3d", dtype=torch.bfloat16, S=64)
+        offs = torch.tensor([8, 8, 40, 64], dtype=torch.int32)
+        torch.testing.assert_close(program.module()(*other, offs), mm(*other, offs=offs))
 
 
 @row("meta tensors of float32", "test_grouped_mm.py::test_meta_tensors_tell_shape_strides_and_dtype")

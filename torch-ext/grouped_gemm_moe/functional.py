@@ -134,7 +134,7 @@ def route(expert_ids: torch.Tensor, num_experts: int) -> Routing:
     sizes = _check(expert_ids=(expert_ids, "T k", INTEGERS))
     if isinstance(num_experts, bool) or not isinstance(num_experts, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"num_experts must be an int, but it is of type {type(num_experts).__name__}")
-    if not 1 <= num_experts < 2**31:
+    if num_experts < 1 or too_large(num_experts):
         raise ValueError(f"num_experts must be at least 1 and less than 2**31, but it is {num_experts}")
     _check_num_rows("expert_ids", expert_ids, sizes["T"] * sizes["k"])
     return sort_by_expert(expert_ids, num_experts if isinstance(num_experts, torch.SymInt) else int(num_experts))
@@ -494,8 +494,13 @@ def check_tensor(name, tensor):
         raise ValueError(f"{name} must be on a CPU or a CUDA GPU, but it is on {tensor.device}")
 
 
+def too_large(size):
+    """Whether a size cannot be counted in 32 bits. The ops ask too, so that an exported graph needs no bound for it."""
+    return not torch.compiler.is_exporting() and size >= 2**31
+
+
 def _check_num_rows(name, tensor, num_rows):
-    if num_rows >= 2**31:
+    if too_large(num_rows):
         raise ValueError(f"{name} must make fewer than 2**31 rows, but its shape is {list(tensor.shape)}")
 
 
@@ -516,7 +521,7 @@ def _routing_tensors(routing):
 def _operands(**operands):
     """The floating operands as autocast wants them, checked to hold an expert and to have one supported dtype."""
     for name, operand in operands.items():
-        if operand is not None and operand.dim() == 3 and not 1 <= operand.shape[0] < 2**31:
+        if operand is not None and operand.dim() == 3 and (operand.shape[0] < 1 or too_large(operand.shape[0])):
             found = list(operand.shape)
             raise ValueError(f"{name} must hold at least one expert and fewer than 2**31, but its shape is {found}")
     return _of_one_dtype(**operands)

@@ -7,7 +7,7 @@ import torch
 
 from ._ops import ops
 from .autograd import asked, is_transformed, unit_matrices, unit_rows
-from .functional import INTEGERS, OPERANDS, check_tensor
+from .functional import INTEGERS, OPERANDS, check_tensor, too_large
 from .reference import accumulator_dtype
 
 
@@ -210,12 +210,12 @@ def _check_operands(a, b):
     if a.shape[-1] != b.shape[-2]:
         _refuse("mat_b", f"have {a.shape[-1]} rows as mat_a has columns", f"its shape is {list(b.shape)}")
     for name, operand in (("mat_a", a), ("mat_b", b)):
-        if any(size >= 2**31 for size in operand.shape):
+        if any(too_large(size) for size in operand.shape):
             _refuse(name, "have sizes below 2**31", f"its shape is {list(operand.shape)}")
     if a.dim() == b.dim() == 3:
         if a.shape[0] != b.shape[0]:
             _refuse("mat_b", f"have {a.shape[0]} groups as mat_a has", f"its shape is {list(b.shape)}")
-        if a.shape[0] * a.shape[1] >= 2**31:
+        if too_large(a.shape[0] * a.shape[1]):
             _refuse("mat_a", "have fewer than 2**31 rows in all", f"its shape is {list(a.shape)}")
 
 

@@ -288,6 +288,7 @@ TRANSFORMS = {  # of a scalar function of a tensor, each for all of what torch.f
     "vjp": lambda total, t: torch.func.vjp(total, t)[1](torch.ones((), device=t.device))[0],
     "jvp": lambda total, t: torch.func.jvp(total, (t,), (torch.ones_like(t),))[1],
     "vmap": lambda total, t: torch.func.vmap(total)(torch.stack([t, t])),
+    "functionalize": lambda total, t: torch.func.functionalize(total)(t),
     "forward mode": tangent,
     "vmap of a backward": lambda total, t: torch.func.vmap(
         lambda d, y: torch.autograd.grad(y, t, d, retain_graph=True), (0, None)
@@ -331,14 +332,31 @@ def test_compiled_transforms_are_right_or_refused(kernel, device, dynamo, functi
         torch.testing.assert_close(got, of_gradient(gradient), rtol=1e-4, atol=1e-4)
 
 
+BATCHED = {  # of a function of a tensor: what torch.autograd does by its own vmap
+    "gradients": lambda call, t: torch.autograd.grad(
+        y := call(t.requires_grad_()), t, torch.stack([y, y]).detach(), is_grads_batched=True
+    ),
+    "jacobian": lambda call, t: torch.autograd.functional.jacobian(call, t, vectorize=True),
+    "jacobian, forward": lambda call, t: torch.autograd.functional.jacobian(
+        call, t, vectorize=True, strategy="forward-mode"
+    ),
+    "hessian": lambda call, t: torch.autograd.functional.hessian(lambda t: call(t).square().sum(), t, vectorize=True),
+}
+
+
+@pytest.mark.parametrize("batched", BATCHED)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_batched_gradients_are_refused(kernel, device, function):
-    """By the name of an operator: they come as a kind of tensor that torch keeps to itself."""
+def test_batched_gradients_are_refused(kernel, device, function, batched):
+    """By name: they come as a kind of tensor whose samples torch keeps to itself."""
     problem = problems.make(function, 6, 8, 6, 3, 2, device=device)
-    leaves = problem.leaves()
-    y = problem.call(kernel, **leaves)
-    with pytest.raises(RuntimeError, match="Batching rule not implemented for _grouped_gemm_moe"):
-        torch.autograd.grad(y, list(leaves.values()), torch.stack([y, y]).detach(), is_grads_batched=True)
+    name = function.split("+")[0]
+    refusal = (
+        f"{name}\\b.* must not be given a batch|of grouped_gemm_moe's functions only grouped_mm|second derivatives"
+    )
+    for name, tensor in problem.tensors.items():
+        call = partial(lambda name, t: problem.call(kernel, **problem.tensors | {name: t}), name)
+        with pytest.raises(RuntimeError, match=refusal):
+            BATCHED[batched](call, tensor.clone())
 
 
 def test_transforms_of_what_has_no_gradient_are_refused(kernel, device):
@@ -542,6 +560,35 @@ class Experts(torch.nn.Module):
         for layer, W in zip(self.layers, self.weights, strict=True):
             x = LAYERS[layer](self.kernel, x, W, ids, weights)
         return x
+
+
+def test_symbolic_trace(kernel, device):
+    """torch.fx keeps the calls of the package's functions, which want tensors."""
+    x, W, ids, weights = oracle.make(30, 16, 16, 4, 2, device=device)
+    sizes = torch.tensor([10, 0, 15, 5], device=device)
+
+    def layer(x, W, ids, weights, sizes):
+        routing = kernel.route(ids, 4)
+        x = kernel.moe(x, W, ids, weights)
+        x = kernel.moe_mlp(x, W, W.mT, ids, weights, activation="gelu", gated=False)
+        x = kernel.gemm_combine(kernel.gather_gemm(x, W, routing), W, routing, weights)
+        x = kernel.grouped_mm(kernel.grouped_gemm(x, W, sizes), W, offs=sizes.cumsum(0))
+        return x, kernel.weight_grad(x, x, routing)
+
+    results = []
+    for function in (layer, torch.fx.symbolic_trace(layer)):
+        leaves = [t.clone().requires_grad_() for t in (x, W)]
+        y, dW = function(*leaves, ids, weights, sizes)
+        results.append([y, dW, *torch.autograd.grad(y.square().sum(), leaves)])
+    assert all(map(torch.equal, *results))
+
+
+def test_symbolic_trace_by_another_name(kernel):
+    """It does not see that, and the function says so."""
+    moe, grouped_mm = kernel.moe, kernel.grouped_mm
+    for call in (lambda a, b, c, d: moe(a, b, c, d), lambda a, b, c: grouped_mm(a, b, c)):
+        with pytest.raises(TypeError, match="must be a tensor, but it is of type Proxy of torch.fx: call"):
+            torch.fx.symbolic_trace(call)
 
 
 DIMS = {

@@ -15,8 +15,8 @@ import oracle
 import problems
 import pytest
 import torch
-from conftest import mesh_of_one
-from forms import ENDS, FORMS, check, offsets, operands
+from conftest import load_kernel, mesh_of_one
+from forms import ENDS, FORMS, check, loop, offsets, operands
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -193,6 +193,36 @@ def _(mm):
     torch.autograd.grad(y, a, torch.stack([y, y]).detach(), is_grads_batched=True)
 
 
+def vectorized_jacobian(mm, strategy):
+    (a, b), offs = (t.detach() for t in operands("2d x 3d", S=8)), offsets("2d x 3d", [2, 2, 5, 8])
+    got = torch.autograd.functional.jacobian(lambda a: mm(a, b, offs=offs), a, vectorize=True, strategy=strategy)
+    torch.testing.assert_close(got, torch.autograd.functional.jacobian(lambda a: loop(a, b, [2, 2, 5, 8]), a))
+
+
+@row("`torch.autograd.functional.jacobian(vectorize=True)`", "test_cases.py::test_batched_gradients_are_refused")
+def _(mm):
+    vectorized_jacobian(mm, "reverse-mode")
+
+
+@row("the same in forward mode", "test_cases.py::test_batched_gradients_are_refused")
+def _(mm):
+    vectorized_jacobian(mm, "forward-mode")
+
+
+@row("`torch.func.jacrev`, for either", "test_grouped_mm.py::test_transforms")
+def _(mm):
+    (a, b), offs = (t.detach() for t in operands("2d x 3d", S=8)), offsets("2d x 3d", [2, 2, 5, 8])
+    got = torch.func.jacrev(lambda a: mm(a, b, offs=offs))(a)
+    torch.testing.assert_close(got, torch.autograd.functional.jacobian(lambda a: loop(a, b, [2, 2, 5, 8]), a))
+
+
+@row("`torch.func.functionalize`", "test_grouped_mm.py::test_functionalize_is_refused")
+def _(mm):
+    (a, b), offs = rows_by_matrices()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.functionalize(lambda a: mm(a, b, offs=offs))(a), mm(a, b, offs=offs))
+
+
 # Compilers
 
 
@@ -289,6 +319,23 @@ def _(mm):
         other = operands("2d x 3d", dtype=torch.bfloat16, S=64)
         offs = torch.tensor([8, 8, 40, 64], dtype=torch.int32)
         torch.testing.assert_close(program.module()(*other, offs), mm(*other, offs=offs))
+
+
+def traced_like_eager(call):
+    leaves, offs = rows_by_matrices(dtype=torch.bfloat16)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.fx.symbolic_trace(call)(*leaves, offs), call(*leaves, offs))
+
+
+@row("`torch.fx.symbolic_trace` of a call by its module's name for it", "test_cases.py::test_symbolic_trace")
+def _(mm):
+    module = torch.nn.functional if mm is torch.nn.functional.grouped_mm else load_kernel()
+    traced_like_eager(lambda a, b, offs: module.grouped_mm(a, b, offs=offs))
+
+
+@row("the same of a call by another name", "test_cases.py::test_symbolic_trace_by_another_name")
+def _(mm):
+    traced_like_eager(lambda a, b, offs: mm(a, b, offs=offs))
 
 
 @row("meta tensors of float32", "test_grouped_mm.py::test_meta_tensors_tell_shape_strides_and_dtype")

@@ -240,6 +240,21 @@ def test_batched_offsets(kernel):
     assert torch.equal(got, torch.stack([kernel.grouped_mm(a, b, offs=o) for o in offs]))
 
 
+def test_functionalize_is_refused(kernel):
+    """By name, also around and inside of the other transforms: torch has no rule there for a Function's gradient."""
+    (a, b), offs = operands("2d x 3d"), offsets("2d x 3d", ENDS[0])
+
+    def total(a):
+        return kernel.grouped_mm(a, b.detach(), offs=offs).sum()
+
+    functionalize, grad, vmap = torch.func.functionalize, torch.func.grad, torch.func.vmap
+    for call in (functionalize(total), functionalize(grad(total)), grad(functionalize(total))):
+        with pytest.raises(NotImplementedError, match="grouped_mm must not .*functionalize"):
+            call(a.detach())
+    with pytest.raises(NotImplementedError, match="grouped_mm must not .*functionalize"):
+        functionalize(vmap(total))(a.detach()[None])
+
+
 # Compilers; test_cases.py has more of the form for rows and matrices
 
 

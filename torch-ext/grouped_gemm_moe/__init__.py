@@ -6,6 +6,8 @@ function for that. `route`, `gather_gemm` and `gemm_combine` are the pieces for 
 gradient of an expert matrix.
 """
 
+import torch.fx
+
 from . import fake, reference  # noqa: F401  (their import registers the fake and the CPU kernels)
 from .activation import Activation
 from .functional import gather_gemm, gemm_combine, grouped_gemm, moe, moe_mlp, route, weight_grad
@@ -24,3 +26,7 @@ __all__ = [
     "route",
     "weight_grad",
 ]
+
+for _name in __all__:
+    if _name.islower():  # torch.fx.symbolic_trace keeps the call of a function, for its checks want tensors
+        torch.fx.wrap(_name)

@@ -43,6 +43,23 @@ def refuse_transforms(tensors):
         )
 
 
+def refuse_batch(function, hint, *tensors):
+    """Refuses gradients or tangents, perhaps None, that torch.autograd has batched: no Function sees the samples, and
+    torch's own refusal names an op."""
+    if torch.compiler.is_compiling():
+        return
+    if any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in tensors):
+        raise NotImplementedError(
+            f"{function} must not be given a batch of gradients or tangents (is_grads_batched=True, vectorize=True): "
+            f"{hint}"
+        )
+
+
+def _refuse_transformed(dy):
+    refuse_transforms({"the incoming gradient": dy})
+    refuse_batch("moe, moe_mlp, grouped_gemm, gather_gemm and gemm_combine", "pass one at a time", dy)
+
+
 def _product(
     a, w, routing, gather, combine, out_dtype, *, row_weight=None, bias=None, dot_with=None, dot=None, rows_dtype=None
 ):
@@ -143,7 +160,7 @@ class GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        refuse_transforms({"the incoming gradient": dy})
+        _refuse_transformed(dy)
         gradients = _Gradients.apply(dy, *ctx.saved_tensors, *ctx.form, ctx.needs_input_grad[:4])
         return *gradients, *[None] * 7
 
@@ -198,7 +215,7 @@ class ActivatedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d):
-        refuse_transforms({"the incoming gradient": d})
+        _refuse_transformed(d)
         pre, x, w, bias, row_assignment, offs = ctx.saved_tensors
         need_x, need_w, need_bias = ctx.needs_input_grad[:3]
         wide = accumulator_dtype(x.dtype)
@@ -226,7 +243,7 @@ class ExpertMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        refuse_transforms({"the incoming gradient": dy})
+        _refuse_transformed(dy)
         gradients = _MLPGradients.apply(dy, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad[:6])
         return *gradients, *[None] * 9
 

@@ -482,7 +482,8 @@ def _check(sizes=None, **arguments):
 def check_tensor(name, tensor):
     kind = type(tensor).__name__
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, but it is of type {kind}")
+        hint = " of torch.fx: call the function by the package's name for it" if kind == "Proxy" else ""
+        raise TypeError(f"{name} must be a tensor, but it is of type {kind}{hint}")
     # The ops write into plain results, which such a tensor would do once for each tensor inside it.
     if hasattr(tensor, "__tensor_flatten__"):
         hint = ": call .to_local() first" if kind == "DTensor" else ""

@@ -4,9 +4,10 @@ Each form is one op, and the gradients of each are two of the forms again, so th
 """
 
 import torch
+from torch._C._functorch import TransformType, get_interpreter_stack
 
 from ._ops import ops
-from .autograd import asked, is_transformed, unit_matrices, unit_rows
+from .autograd import asked, is_transformed, refuse_batch, unit_matrices, unit_rows
 from .functional import INTEGERS, OPERANDS, check_tensor, too_large
 from .reference import accumulator_dtype
 
@@ -39,15 +40,17 @@ def grouped_mm(
 
     Returns:
         The products, contiguous; sums are taken in float32 (float64 for float64) and rounded once. Differentiable any
-        number of times in mat_a, mat_b and bias, also forward and under torch.func's transforms. Each gradient has its
-        argument's dtype, and where that is dense by columns so is its gradient. A group without rows gets a gradient
-        of exactly 0. The same bits in each run.
+        number of times in mat_a, mat_b and bias, also forward and under torch.func's transforms but functionalize. Each
+        gradient has its argument's dtype, and where that is dense by columns so is its gradient. A group without rows
+        gets a gradient of exactly 0. The same bits in each run.
 
     Raises:
         RuntimeError: for ranks, sizes, dtypes or devices that do not agree or are not supported, naming the argument.
         ValueError: for a layout that is not strided, and on the CPU for offs that descend or pass S. A GPU's offs are
             not read back: there wrong ones give wrong numbers, without an access outside the tensors.
         TypeError: for an argument that is no tensor, and for a DTensor.
+        NotImplementedError: under functionalize, under a transform that is compiled, and in the backward for a batch
+            of gradients.
 
     Example:
         >>> a, b = torch.randn(7, 16), torch.randn(3, 16, 8)
@@ -75,6 +78,9 @@ def _product(a, b, bias, offs, out_dtype):
             "grouped_mm must not be given inside a transform of torch.func, nor with a forward-mode tangent, that is "
             "compiled: compile what is transformed, or let the compiler break its graph there"
         )
+    # functionalize has no rule for a Function, and torch's refusal does not say whose.
+    if any(level.key() == TransformType.Functionalize for level in get_interpreter_stack() or ()):
+        raise NotImplementedError("grouped_mm must not be given inside torch.func.functionalize")
     return _TransformedProduct.apply(a, b, bias, offs, out_dtype)
 
 
@@ -89,6 +95,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx, d):
         a, b, offs = ctx.saved_tensors
         need_a, need_b, need_bias = ctx.needs_input_grad[:3]
+        _refuse_batch(d)
         da = db = d_bias = None
         d = d.to(ctx.dtype)
         if need_a:
@@ -121,6 +128,7 @@ class _TransformedProduct(_Product):
     @staticmethod
     def jvp(ctx, ta, tb, t_bias, *_):
         a, b, offs = ctx.saved_tensors
+        _refuse_batch(ta, tb, t_bias)
         ta = torch.zeros_like(a) if ta is None else ta
         out = _product(ta, b, t_bias, offs, ctx.out_dtype)
         return out if tb is None else out + _product(a, tb, None, offs, ctx.out_dtype)
@@ -131,6 +139,10 @@ class _TransformedProduct(_Product):
             return [t if dim is None else t.select(dim, i) for t, dim in zip(arguments, in_dims)]
 
         return torch.stack([_product(*of_sample(i)) for i in range(info.batch_size)]), 0
+
+
+def _refuse_batch(*tensors):
+    refuse_batch("grouped_mm", "torch.func has jacrev, jacfwd and vmap for it", *tensors)
 
 
 def _note(ctx, a, b):

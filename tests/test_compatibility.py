@@ -433,6 +433,10 @@ row_of_tests(
 row_of_tests("a fork after the import", "test_package.py::test_a_fork_after_the_import_computes")
 row_of_tests("two builds in one process", "test_package.py::test_two_builds_in_one_process")
 row_of_tests(
+    "a `Routing` copied, pickled, saved, and loaded after `torch.serialization.add_safe_globals([Routing])`",
+    "test_routing.py::test_copied_pickled_and_saved",
+)
+row_of_tests(
     "no product, and no memory, for gradients that nothing asks for",
     "test_gradients.py::test_backward_does_only_what_is_asked",
     "test_gradients.py::test_rows_are_kept_for_the_weights_alone",

@@ -6,6 +6,7 @@ incoming gradients, second derivatives, compilers, streams.
 
 import contextlib
 import itertools
+import math
 
 import oracle
 import problems
@@ -520,6 +521,55 @@ def test_buffers_under_autocast(kernel, device):
         narrow.compare(buffer, wanted[name], torch.float32, None)
 
 
+def flat_views(flat, *parts):
+    """Views of a flat tensor: for each a shape and where it begins."""
+    return [flat[first : first + math.prod(shape)].view(shape) for shape, first in parts]
+
+
+def test_buffers_in_one_allocation(kernel, device):
+    """One behind the other and behind the weights themselves, as trainers lay them out."""
+    problem = make(device=device, extra="", k=2)
+    _, gradients = problems.run(kernel, problem)
+    up, down = problem.tensors["w_up"], problem.tensors["w_down"]
+    sizes = [up.numel(), down.numel()] * 2
+    firsts = [sum(sizes[:i]) for i in range(4)]
+    flat = torch.zeros(sum(sizes), device=device)
+    weights = flat_views(flat, (up.shape, firsts[0]), (down.shape, firsts[1]))
+    made = flat_views(flat, (up.shape, firsts[2]), (down.shape, firsts[3]))
+    for view, w in zip(weights, (up, down), strict=True):
+        view.copy_(w)
+    leaves = problem.leaves() | {n: w.requires_grad_() for n, w in zip(("w_up", "w_down"), weights, strict=True)}
+    y = problem.call(kernel, **leaves, weight_grads=tuple(made))
+    y.backward(problem.incoming(y))
+    assert torch.equal(made[0], gradients["w_up"]) and torch.equal(made[1], gradients["w_down"])
+
+
+def test_buffers_that_share_memory_are_refused(kernel, ops, device):
+    """One element at either end, with a weight, which autocast may read a copy of, or with each other."""
+    problem = make(device=device, extra="")
+    up, down = problem.tensors["w_up"], problem.tensors["w_down"]
+    size = up.numel()
+    flat = torch.zeros(3 * size, device=device)
+    (weight,) = flat_views(flat, (up.shape, size))
+
+    def refused(i, other, buffers, dtype=None):
+        with (
+            problems.Calls(ops) as calls,
+            torch.autocast(device, dtype, enabled=dtype is not None),
+            pytest.raises(RuntimeError, match=rf"weight_grads\[{i}\] must not share memory with {other},"),
+        ):
+            problem.call(kernel, **problem.tensors | {"w_up": weight}, weight_grads=tuple(buffers))
+        assert calls.names() == []
+
+    for dtype in (None, torch.bfloat16):
+        for first in (1, size, 2 * size - 1):
+            refused(0, "w_up", [*flat_views(flat, (up.shape, first)), None], dtype)
+        for first in (size - down.numel() + 1, 2 * size - 1):
+            refused(1, "w_up", [None, *flat_views(flat, (down.shape, first))], dtype)
+        made = flat_views(torch.zeros_like(flat), (up.shape, 0), (down.shape, size - 1))
+        refused(1, r"weight_grads\[0\]", made, dtype)
+
+
 def test_second_derivatives_are_refused(kernel, device):
     """Also where a weight's gradient has gone to a buffer."""
     problem = make(device=device)
@@ -589,7 +639,9 @@ def test_compiled_with_buffers(kernel, device, dynamo):
     problem = make(device=device, k=2)
     want, gradients = problems.run(kernel, problem)
     compiled = torch.compile(lambda **t: problem.call(kernel, **t), backend="aot_eager", fullgraph=True)
-    made = [torch.ones_like(problem.tensors[name]) for name in ("w_up", "w_down")]
+    shapes = [problem.tensors[name].shape for name in ("w_up", "w_down")]
+    flat = torch.ones(sum(map(math.prod, shapes)), device=device)
+    made = flat_views(flat, (shapes[0], 0), (shapes[1], math.prod(shapes[0])))
     leaves = problem.leaves()
     y = compiled(**leaves, weight_grads=tuple(made))
     assert torch.equal(y, want)

@@ -181,6 +181,16 @@ for kernel in (first, second):
     gradients.append(torch.autograd.grad(kernel.grouped_gemm(*leaves, sizes).square().sum(), leaves))
     assert kernel.moe.__module__.split(".")[0] == kernel.__name__
 assert all(map(torch.equal, *gradients))
+ids, x = torch.tensor([[1], [0], [1]]), torch.randn(3, 4)
+for given in ({"routing": second.route(ids, 2)}, {"activation": second.Activation("relu"), "gated": False}):
+    try:
+        first.gather_gemm(x, W, **{"routing": first.route(ids, 2)} | given)
+    except TypeError as error:
+        (name, value), *_ = given.items()
+        assert str(error).startswith(f"{name} must be ") and "of another build" in str(error), error
+        assert f"{type(value).__module__}.{type(value).__name__}" in str(error), error
+    else:
+        raise AssertionError("another build's object was taken")
 print("both")
 """,
         *roots,

@@ -1,5 +1,9 @@
 """route: the stable sort by expert, exact for every size, number of experts, dtype and id."""
 
+import copy
+import io
+import pickle
+
 import numpy as np
 import oracle
 import problems
@@ -208,3 +212,22 @@ def test_number_of_experts_may_be_any_integer(kernel, place):
     """numpy's too, which configurations are full of."""
     ids = torch.tensor([[1, 0], [1, 2]], device=place.device)
     assert torch.equal(kernel.route(ids, np.int64(3)).offs, kernel.route(ids, 3).offs)
+
+
+def test_copied_pickled_and_saved(kernel, device):
+    """torch.load wants to be told of the class, unless what was saved is a tuple."""
+    routing = kernel.route(torch.randint(-1, 5, (30, 2), device=device), 4)
+    saved, plain = io.BytesIO(), io.BytesIO()
+    torch.save({"routing": routing}, saved)
+    torch.save(tuple(routing), plain)
+    for file in (saved, plain):
+        file.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match="Routing"):
+        torch.load(saved)
+    saved.seek(0)
+    with torch.serialization.safe_globals([kernel.Routing]):
+        loaded = torch.load(saved)["routing"]
+    copies = copy.copy(routing), copy.deepcopy(routing), pickle.loads(pickle.dumps(routing))
+    for found in (*copies, loaded, kernel.Routing(*torch.load(plain))):
+        assert type(found) is kernel.Routing and found[2:] == routing[2:]
+        assert all(map(torch.equal, found[:2], routing[:2]))

@@ -236,9 +236,10 @@ def moe_mlp(
             - ``"ordered"``: [S, H] rows are stored in float32 (float64 for float64 x) and added in order.
             - ``"rounded"``: the rows are stored in the result's dtype, each rounded once, and added in order.
         weight_grads: of w_up and of w_down a tensor that the backward adds its gradient to, in their shape, in x's
-            dtype or float32, contiguous in the last dimension or the one before; the weight itself then gets no
-            gradient. Each backward through this call adds to it, whatever gradients it was asked for, unless the weight
-            requires none. None: the weight gets it.
+            dtype or float32, contiguous in the last dimension or the one before, apart in memory from the weights and
+            each other, as views of one buffer may be; the weight itself then gets no gradient. Each backward through
+            this call adds to it, whatever gradients it was asked for, unless the weight requires none. None: the
+            weight gets it.
 
     Returns:
         [T, H], contiguous. Differentiable once in x, the weights, the biases and topk_weights, each gradient in its
@@ -247,6 +248,7 @@ def moe_mlp(
     Raises:
         ValueError: for shapes, dtypes, devices or strides that do not agree or are not supported, naming the argument.
         TypeError: for an argument of the wrong type, and for a DTensor.
+        RuntimeError: for weight_grads that share memory with a weight or each other; a compiled graph does not ask.
 
     Example:
         >>> x, w_up, w_down = torch.randn(5, 16), torch.randn(4, 2 * 24, 16), torch.randn(4, 16, 24)
@@ -277,6 +279,7 @@ def moe_mlp(
     if combine not in (None, "ordered", "rounded"):
         raise ValueError(f"combine must be None, 'ordered' or 'rounded', but it is {combine!r}")
     _check_buffers(weight_grads, w_up, w_down)
+    _check_apart(weight_grads, w_up=given["w_up"], w_down=given["w_down"])
     read = (
         unit_rows(x), unit_matrices(w_up), unit_matrices(w_down), _row_weight(topk_weights, x),
         _contiguous(bias_up), _contiguous(bias_down),
@@ -431,7 +434,7 @@ def _form(activation, gated, interleaved):
     if isinstance(activation, str):
         activation = Activation(activation)
     if not isinstance(activation, Activation):
-        raise TypeError(f"activation must be an Activation or a str, but it is of type {type(activation).__name__}")
+        raise TypeError(f"activation must be an Activation or a str, but it is of type {_kind(activation, Activation)}")
     _check_flags(gated=gated, interleaved=interleaved)
     kind, limit, alpha = activation
     if kind not in (*KINDS, CLAMPED):
@@ -508,7 +511,7 @@ def _check_num_rows(name, tensor, num_rows):
 def _check_routing(routing):
     """The sizes that a routing fixes for the tensors that go with it."""
     if not isinstance(routing, Routing):
-        raise TypeError(f"routing must be a Routing, as route returns it, but it is of type {type(routing).__name__}")
+        raise TypeError(f"routing must be a Routing, as route returns it, but it is of type {_kind(routing, Routing)}")
     return {"T": routing.num_tokens, "k": routing.top_k, "S": routing.num_tokens * routing.top_k}
 
 
@@ -571,6 +574,36 @@ def _check_buffers(weight_grads, *weights):
         _check_gradient(name, buffer, w.dtype)
 
 
+def _check_apart(weight_grads, **others):
+    """Checks that no gradient is added to a weight, which is still read, or to the other gradient."""
+    if torch.compiler.is_compiling():  # the compiler's tensors do not know what they will share
+        return
+    for i, buffer in enumerate(weight_grads):
+        if buffer is None:
+            continue
+        name = f"weight_grads[{i}]"
+        for other, tensor in others.items():
+            if _share_memory(buffer, tensor):
+                raise RuntimeError(
+                    f"{name} must not share memory with {other}, but both lie in one storage and overlap"
+                )
+        others[name] = buffer
+
+
+def _share_memory(a, b):
+    """Whether the ranges that two tensors take of one storage overlap; tensors that interleave count too."""
+    if a.numel() == 0 or b.numel() == 0 or not torch._C._is_alias_of(a, b):
+        return False
+    (a_first, a_end), (b_first, b_end) = _bytes_of_storage(a), _bytes_of_storage(b)
+    return a_first < b_end and b_first < a_end
+
+
+def _bytes_of_storage(tensor):
+    first = tensor.storage_offset()
+    end = first + 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.itemsize, end * tensor.itemsize
+
+
 def _check_gradient(name, out, dtype):
     """Checks that a gradient of operands of this dtype can be written to out."""
     if out.dtype not in (supported := dict.fromkeys((dtype, accumulator_dtype(dtype)))):
@@ -605,6 +638,12 @@ def _out_dtype(out_dtype, default, operand):
     if out_dtype not in supported:
         raise ValueError(f"out_dtype must be one of {_names(supported)} here, but it is {out_dtype!r}")
     return out_dtype
+
+
+def _kind(value, wanted):
+    """The name of value's type; where only the module tells it from the wanted one, with that."""
+    kind = type(value)
+    return kind.__name__ if kind.__name__ != wanted.__name__ else f"{kind.__module__}.{kind.__name__}, of another build"
 
 
 def _names(dtypes):

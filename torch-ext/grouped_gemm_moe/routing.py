@@ -13,6 +13,9 @@ class Routing(NamedTuple):
     Assignment ``a = t * top_k + j`` is the j-th expert of token t. Rows are the assignments sorted by expert, those of
     one expert in ascending order; assignments to no expert come last, at and behind row ``offs[-1]``.
 
+    It can be copied, pickled and saved; ``torch.load`` takes it after ``torch.serialization.add_safe_globals`` of the
+    class. Another build of the package has another class: for that one save ``tuple(routing)``.
+
     Attributes:
         row_assignment: int32 [S], the assignment of each row; a permutation of 0 ... S - 1.
         offs: int32 [E], the row at which each expert ends.

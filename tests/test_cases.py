@@ -497,7 +497,7 @@ def test_compiled_by_inductor(kernel, device, dynamo, function):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_compiled_autograd(kernel, device, dynamo, function):
-    """The backward as a graph: of a compiled call, of one that is not, and of a step that has both in it."""
+    """The backward as a graph, of a call in another graph and of one in none."""
     problem = problems.make(function, 20, 32, 16, 4, 2, device=device, distribution="skipped")
     y, want = problems.run(kernel, problem)
     dy = problem.incoming(y)
@@ -505,14 +505,15 @@ def test_compiled_autograd(kernel, device, dynamo, function):
     def call(**leaves):
         return problem.call(kernel, **leaves)
 
-    def step(**leaves):
-        call(**leaves).backward(dy)
+    def step(forward, leaves):
+        forward(**leaves).backward(dy)
 
-    compile = partial(torch.compile, backend="aot_eager")
-    for run in (lambda **leaves: compile(call)(**leaves).backward(dy), step, compile(step)):
+    for forward in (call, torch.compiler.disable(call)):
         leaves = problem.leaves()
-        with dynamo.config.patch(compiled_autograd=True), dynamo.compiled_autograd._enable(compile):
-            run(**leaves)
+        dynamo.utils.counters.clear()
+        with dynamo.config.patch(compiled_autograd=True):
+            torch.compile(step, backend="aot_eager")(forward, leaves)
+        assert dynamo.utils.counters["compiled_autograd"]["captures"] == 1
         for name, leaf in leaves.items():
             assert torch.equal(leaf.grad, want[name]), name
 
@@ -607,7 +608,7 @@ def test_export(kernel, device, dynamo, strict, dim):
     sizes = ({0: DIMS[dim]},) * 3
     with torch.no_grad():
         program = torch.export.export(layer, (x[:9], ids[:9], weights[:9]), dynamic_shapes=sizes, strict=strict)
-    assert [found.upper for found in program.range_constraints.values()] == [4096 if dim == "bounded" else int_oo]
+    assert {found.upper for found in program.range_constraints.values()} == {4096 if dim == "bounded" else int_oo}
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)

@@ -526,22 +526,28 @@ def flat_views(flat, *parts):
     return [flat[first : first + math.prod(shape)].view(shape) for shape, first in parts]
 
 
-def test_buffers_in_one_allocation(kernel, device):
-    """One behind the other and behind the weights themselves, as trainers lay them out."""
+def views_by_expert(flat, *parts):
+    """The same where each row of flat is of one expert."""
+    return [flat[:, first : first + math.prod(shape[1:])].view(shape) for shape, first in parts]
+
+
+@pytest.mark.parametrize("by_expert", [False, True], ids=["tensors", "experts"])
+def test_buffers_in_one_allocation(kernel, device, by_expert):
+    """Behind each other and the weights themselves, as trainers lay them out, all in one or expert by expert."""
     problem = make(device=device, extra="", k=2)
     _, gradients = problems.run(kernel, problem)
-    up, down = problem.tensors["w_up"], problem.tensors["w_down"]
-    sizes = [up.numel(), down.numel()] * 2
-    firsts = [sum(sizes[:i]) for i in range(4)]
-    flat = torch.zeros(sum(sizes), device=device)
-    weights = flat_views(flat, (up.shape, firsts[0]), (down.shape, firsts[1]))
-    made = flat_views(flat, (up.shape, firsts[2]), (down.shape, firsts[3]))
-    for view, w in zip(weights, (up, down), strict=True):
-        view.copy_(w)
-    leaves = problem.leaves() | {n: w.requires_grad_() for n, w in zip(("w_up", "w_down"), weights, strict=True)}
-    y = problem.call(kernel, **leaves, weight_grads=tuple(made))
+    shapes = [problem.tensors[name].shape for name in ("w_up", "w_down")] * 2
+    E = shapes[0][0]
+    sizes = [math.prod(shape) // (E if by_expert else 1) for shape in shapes]
+    parts = zip(shapes, itertools.accumulate(sizes[:-1], initial=0), strict=True)
+    flat = torch.zeros((E, sum(sizes)) if by_expert else sum(sizes), device=device)
+    *weights, up, down = (views_by_expert if by_expert else flat_views)(flat, *parts)
+    leaves = problem.leaves()
+    for name, w in zip(("w_up", "w_down"), weights, strict=True):
+        leaves[name] = w.copy_(problem.tensors[name]).detach().requires_grad_()
+    y = problem.call(kernel, **leaves, weight_grads=(up, down))
     y.backward(problem.incoming(y))
-    assert torch.equal(made[0], gradients["w_up"]) and torch.equal(made[1], gradients["w_down"])
+    assert torch.equal(up, gradients["w_up"]) and torch.equal(down, gradients["w_down"])
 
 
 def test_buffers_that_share_memory_are_refused(kernel, ops, device):
@@ -568,6 +574,10 @@ def test_buffers_that_share_memory_are_refused(kernel, ops, device):
             refused(1, "w_up", [None, *flat_views(flat, (down.shape, first))], dtype)
         made = flat_views(torch.zeros_like(flat), (up.shape, 0), (down.shape, size - 1))
         refused(1, r"weight_grads\[0\]", made, dtype)
+    E, ups, downs = len(up), up[0].numel(), down[0].numel()
+    for firsts in ((0, ups - 1), (downs - 1, 0)):
+        experts = torch.zeros(E, ups + downs, device=device)
+        refused(1, r"weight_grads\[0\]", views_by_expert(experts, *zip((up.shape, down.shape), firsts, strict=True)))
 
 
 def test_second_derivatives_are_refused(kernel, device):

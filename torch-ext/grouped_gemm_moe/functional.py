@@ -485,7 +485,7 @@ def _check(sizes=None, **arguments):
 def check_tensor(name, tensor):
     kind = type(tensor).__name__
     if not isinstance(tensor, torch.Tensor):
-        hint = " of torch.fx: call the function by the package's name for it" if kind == "Proxy" else ""
+        hint = " of torch.fx: call the function as the package's attribute" if kind == "Proxy" else ""
         raise TypeError(f"{name} must be a tensor, but it is of type {kind}{hint}")
     # The ops write into plain results, which such a tensor would do once for each tensor inside it.
     if hasattr(tensor, "__tensor_flatten__"):
@@ -499,7 +499,7 @@ def check_tensor(name, tensor):
 
 
 def too_large(size):
-    """Whether a size cannot be counted in 32 bits. The ops ask too, so that an exported graph needs no bound for it."""
+    """Whether 32 bits cannot count a size. An exported graph takes any, and leaves it to a GPU's ops to ask."""
     return not torch.compiler.is_exporting() and size >= 2**31
 
 
@@ -591,17 +591,23 @@ def _check_apart(weight_grads, **others):
 
 
 def _share_memory(a, b):
-    """Whether the ranges that two tensors take of one storage overlap; tensors that interleave count too."""
+    """Whether two tensors [E, ., .] of one storage overlap. What interleaves counts too, but not by expert."""
     if a.numel() == 0 or b.numel() == 0 or not torch._C._is_alias_of(a, b):
         return False
-    (a_first, a_end), (b_first, b_end) = _bytes_of_storage(a), _bytes_of_storage(b)
-    return a_first < b_end and b_first < a_end
+    shift = b.storage_offset() * b.itemsize - a.storage_offset() * a.itemsize
+    if not -_span(b) < shift < _span(a):
+        return False
+    period, of_a, of_b = a.stride(0) * a.itemsize, _span(a[0]), _span(b[0])
+    if period != b.stride(0) * b.itemsize or max(of_a, of_b) > period:
+        return True
+    return shift % period < of_a or shift % period + of_b > period
 
 
-def _bytes_of_storage(tensor):
-    first = tensor.storage_offset()
-    end = first + 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first * tensor.itemsize, end * tensor.itemsize
+def _span(tensor):
+    """The bytes from a tensor's first element to the end of its last."""
+    return tensor.itemsize * (
+        1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    )
 
 
 def _check_gradient(name, out, dtype):

@@ -246,9 +246,9 @@ def moe_mlp(
         input's dtype and exactly 0 for experts without tokens. The same bits in each run for k <= 2 or in order.
 
     Raises:
-        ValueError: for shapes, dtypes, devices or strides that do not agree or are not supported, naming the argument.
+        ValueError: for shapes, dtypes, devices or strides that do not agree or are not supported, naming the argument,
+            and for weight_grads that share memory with a weight or each other, which a compiled graph does not ask.
         TypeError: for an argument of the wrong type, and for a DTensor.
-        RuntimeError: for weight_grads that share memory with a weight or each other; a compiled graph does not ask.
 
     Example:
         >>> x, w_up, w_down = torch.randn(5, 16), torch.randn(4, 2 * 24, 16), torch.randn(4, 16, 24)
@@ -584,9 +584,7 @@ def _check_apart(weight_grads, **others):
         name = f"weight_grads[{i}]"
         for other, tensor in others.items():
             if _share_memory(buffer, tensor):
-                raise RuntimeError(
-                    f"{name} must not share memory with {other}, but both lie in one storage and overlap"
-                )
+                raise ValueError(f"{name} must not share memory with {other}, but both lie in one storage and overlap")
         others[name] = buffer
 
 

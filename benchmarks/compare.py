@@ -140,10 +140,12 @@ def kind(case: Case, path: str) -> dict:
 
 def measure(case: Case, inputs: Inputs, device: str) -> dict:
     ours, others = contenders(case, inputs, device)
-    check_agreement(ours(), inputs, case.op)
     runs = passes(case, inputs, {"ours": ours, **others})
-    if case.op == DETERMINISTIC:
-        runs["ours"] = deterministically(runs["ours"])
+    if case.op == DETERMINISTIC:  # a backward asks too
+        ours, runs["ours"] = deterministically(ours), deterministically(runs["ours"])
+        runs["ours"]()
+    check_agreement(ours(), inputs, case.op)
+    inputs.clear_gradients()
     bytes_peak = peak_bytes(runs["ours"], device)
     inputs.clear_gradients()
     runs["dense"] = dense_product(case, device)
@@ -256,14 +258,14 @@ def deterministically(run: Callable) -> Callable:
     """With torch's deterministic algorithms; torch fills no memory for them meanwhile."""
 
     def wrapped():
-        fills = torch.utils.deterministic.fill_uninitialized_memory
+        before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.use_deterministic_algorithms(True)
         try:
             return run()
         finally:
-            torch.use_deterministic_algorithms(False)
-            torch.utils.deterministic.fill_uninitialized_memory = fills
+            on, torch.utils.deterministic.fill_uninitialized_memory = before
+            torch.use_deterministic_algorithms(on)
 
     return wrapped
 

@@ -154,7 +154,7 @@ def allocated(row: dict, which: str) -> dict[str, float]:
 
 
 def tiles_rows(record: dict) -> list[dict]:
-    return [row for row in record.get("tiles", []) if row["ms"] is not None]
+    return [row for row in record.get("tiles", []) if row["peers"]]
 
 
 def draw_tiles(rows: list[dict]) -> plt.Figure:

@@ -1,5 +1,5 @@
-// The kernels there are, and the rule that picks one: of those that serve a call the first one, with tiles of as many rows as the
-// call had best have, whose blocks fit the GPU's shared memory.
+// The kernels there are, and the rule that picks one: of those that serve a call and whose blocks fit the GPU's shared memory the
+// first one with tiles of as many rows as the call had best have, or else of more.
 #pragma once
 
 #include "problem.h"
@@ -15,7 +15,9 @@ __host__ __device__ constexpr int pieces(unsigned extent, unsigned size) { retur
 // Output tiles have 128 rows, and as many columns but for wgmma; a row dot has one partial sum a tile. Narrow ones, for few rows
 // an expert, have fewer.
 constexpr int kTile = 128;
-constexpr int kNarrowExperts = 512, kNarrowRows = 65535;  // at most, which narrow tiles find their way among
+// At most, which narrow tiles find their way among in 16 bits and in what four blocks leave of shared memory. Of so many experts
+// fewer rows are few.
+constexpr int kNarrowExperts = 512, kNarrowRows = 65535;
 constexpr int kFloatPitch = kTile + 4;  // of a row of a staged float32 operand; the 4 spread rows over the banks
 
 struct Config {

@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
   using ShareW = std::conditional_t<kAlongK, SwizzledShare<T, kColumns, kTileK, kThreads>,
                                     SwizzledShare<T, kTileK, kColumns, kThreads>>;
   using Tile = NarrowTile<kRows>;
+  static_assert(kConfig.tables_at() - kConfig.staged_at() >= 32 * int(sizeof(int)), "a scan's scratch is there too");
   static_assert(kTables * sizeof(Tile) + sizeof(Groups) + kRows * sizeof(float) == kConfig.table_bytes());
 
   extern __shared__ __align__(128) unsigned char shared[];

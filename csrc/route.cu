@@ -1,6 +1,7 @@
-// Sorts assignments by expert, stably, without a word to the host: a counting sort in two launches. The second one runs
-// beside the first: each of its blocks sorts ids within shared memory and only then waits for the counts of the others. Where
-// there are more than 1023 experts it sorts by some bits of the id at a time, lowest first, in two launches each.
+// Sorts assignments by expert, stably, without a word to the host: a counting sort in two launches, or in one of a single block.
+// The second one runs beside the first, as the product behind it does beside it: each of its blocks sorts ids within shared memory
+// and only then waits for the counts of the others. Where there are more than 1023 experts it sorts by some bits of the id at a
+// time, lowest first, in two launches each.
 #include "integers.cuh"
 #include "start.cuh"
 
@@ -181,7 +182,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     place(const __grid_constant__ RouteProblem p, const __grid_constant__ Pass pass) {
   __shared__ int tile[kTileIds];  // sorted: where in the tile an id was, and its digit
   extern __shared__ int shared[];
-  let_next_launch_begin();  // which waits for the end of this one
+  // Before this kernel has waited itself: what waits for its end has then waited for that of the counts too. A single block, which
+  // does not wait, was launched in the usual way.
+  let_next_launch_begin();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int pair = threadIdx.x, pairs = pass.pairs;
   const bool has_pair = pair < pairs;

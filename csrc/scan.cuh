@@ -19,7 +19,7 @@ struct Sum {
 };
 
 // This thread's value combined with those of all threads before it; all threads of the block together.
-// warp_totals[32]: that of the last warp is that of all values afterwards.
+// warp_totals[32]: that of the last warp is that of all values afterwards; those of warps that are not there may be anything.
 template <typename Value, typename Operator>
 __device__ Value block_scan(Value value, Operator combine, Value* warp_totals) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

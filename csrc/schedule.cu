@@ -20,9 +20,9 @@ __device__ __forceinline__ void fill_with_zeros(const Clear& clear) {
 }
 
 // Offsets become a running maximum within [0, S]: wrong ones may give wrong numbers, never a row outside the operands.
-__global__ void __launch_bounds__(kScanThreads) schedule_kernel(const int* offs, int S, int E, Tiling tiling, Clear clear,
-                                                            int* bounds, RowTile* tiles, int tiles_size, int* tile_count,
-                                                            int* short_count, int* claimed) {
+__global__ void __launch_bounds__(kScanThreads)
+    schedule_kernel(const int* offs, int S, int E, Tiling tiling, Clear clear, int* bounds, RowTile* tiles, int tiles_size,
+                    int* tile_count, int* short_count, int* claimed) {
   let_next_launch_begin();  // which waits for the end of this one before it reads or writes anything
   if (blockIdx.x > 0) return fill_with_zeros(clear);
   __shared__ int warp_totals[32];
@@ -84,8 +84,8 @@ cudaError_t build_schedule(const int* offs, int S, int E, const Tiling& tiling, 
   *schedule = {bounds, counters, counters + 1, tiles, tiles_size, counters + 2};
   const int64_t clearing = (clear.count + kScanThreads * 16 - 1) / (kScanThreads * 16), resident = 2 * sms;
   const unsigned blocks = 1 + unsigned(clearing < resident ? clearing : resident);
-  return launch_kernel(schedule_kernel, blocks, kScanThreads, 0, false, stream, offs, S, E, tiling, clear, bounds, tiles, tiles_size,
-                       counters, counters + 1, counters + 2);
+  return launch_kernel(schedule_kernel, blocks, kScanThreads, 0, false, stream, offs, S, E, tiling, clear, bounds, tiles,
+                       tiles_size, counters, counters + 1, counters + 2);
 }
 
 }  // namespace moe

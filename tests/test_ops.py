@@ -288,14 +288,18 @@ def test_sum_rows(ops, device, k):
         (2**31 - 1, 0, 0, 0, 0),
         (1000, 2000, 3000, 4000, 5000),
         (-5, -4, -3, -2, -1),
+        # Those that fall between what a block looks at together.
+        (*range(0, 256, 2), -7, *range(100), *[2**31 - 1] * 2, *range(100, 31, -1)),
+        (*range(128), *[3] * 128, *range(110, 238), *range(-64, 64)),
     ],
-    ids=str,
+    ids=lambda offs: f"{len(offs)} from {offs[0]}",
 )
 @pytest.mark.parametrize("tokens", [10, 36, 60])  # few rows an expert take other tiles
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_wrong_offsets_become_a_running_maximum(ops, dtype, tokens, offs):
     """Clamped to the rows: nothing outside an output is written, and what is written follows the clamped offsets."""
-    rows = Rows(tokens, 72, 136, 5, 2, dtype, "cuda", "uniform")
+    E = len(offs)
+    rows = Rows(tokens, 72, 136, E, 2, dtype, "cuda", "uniform")
     clamped = torch.tensor(offs).cummax(0).values.clamp(0, rows.S)
     sizes = clamped.diff(prepend=clamped.new_zeros(1))
     rows.expert = oracle.row_experts(sizes, rows.S).cuda()
@@ -312,10 +316,10 @@ def test_wrong_offsets_become_a_running_maximum(ops, dtype, tokens, offs):
         )  # fmt: skip
         summed = torch.zeros_like(want[: rows.T]).index_add_(0, rows.token, want)
         oracle.assert_close(result, summed, tolerance(rows, result))
-    with fenced(5, 136, 72, dtype=dtype, device="cuda") as result:
+    with fenced(E, 136, 72, dtype=dtype, device="cuda") as result:
         ops.weight_grad(rows.x, rows.dy, rows.offs, rows.row_assignment, 2, True, True, None, False, result)
-        want = torch.zeros(5, 136, 72, dtype=torch.float64, device="cuda")
-        for e in range(5):
+        want = torch.zeros(E, 136, 72, dtype=torch.float64, device="cuda")
+        for e in range(E):
             mine = rows.token[rows.expert == e]
             want[e] = rows.dy[mine].double().T @ rows.x[mine].double()
         oracle.assert_close(result, want, tolerance(rows, result))

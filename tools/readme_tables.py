@@ -124,7 +124,7 @@ def mlp_table(record: dict, digest: str) -> str:
 def decode_table(record: dict, digest: str) -> str:
     """A few tokens, whose time is that of the weights."""
     found = [row for row in record.get("rows", []) if FLOOR in row["peers"] and row["ms"] is not None]
-    tried = [row for row in record.get("tiles", []) if row["ms"] is not None]
+    tried = [row for row in record.get("tiles", []) if row["peers"]]
     if not found:
         return ""
     peers = [name for name in peers_of(found) if name != FLOOR]

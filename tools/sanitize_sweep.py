@@ -114,12 +114,13 @@ def experts_of_two_matrices(dtype: torch.dtype, features: int, inner: int, trans
 
 
 def many_groups(dtype: torch.dtype) -> None:
-    """More than the schedule cuts at once, and than one pass sorts by."""
+    """More than a schedule or a narrow tile looks at together, and than one pass sorts by."""
     kernel.route(torch.randint(-1, 1101, (TOKENS, 2), device=DEVICE), 1100)
-    x, weight = random(TOKENS, 16, dtype=dtype), random(1100, 8, 16, dtype=dtype)
-    sizes = torch.zeros(1100, dtype=torch.int64, device=DEVICE)
-    sizes[::11] = 1
-    differentiate(kernel.grouped_gemm(x, weight, sizes), x, weight)
+    for groups in 300, 1100:
+        x, weight = random(TOKENS, 16, dtype=dtype), random(groups, 8, 16, dtype=dtype)
+        sizes = torch.zeros(groups, dtype=torch.int64, device=DEVICE)
+        sizes[::11] = 1
+        differentiate(kernel.grouped_gemm(x, weight, sizes), x, weight)
 
 
 def long_groups(dtype: torch.dtype) -> None:

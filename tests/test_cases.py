@@ -332,6 +332,31 @@ def test_compiled_transforms_are_right_or_refused(kernel, device, dynamo, functi
         torch.testing.assert_close(got, of_gradient(gradient), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_compiled_functions_of_dual_tensors_are_right_or_refused(kernel, device, dynamo, function):
+    """A GPU's ops drop tangents, and the compiler sees none: compiled for these tensors, or before for others."""
+    problem = problems.make(function, 6, 8, 6, 3, 2, device=device)
+    name, tensor = next(iter(problem.tensors.items()))
+
+    def total(t):
+        return problem.call(kernel, **problem.tensors | {name: t}).square().sum()
+
+    leaf = tensor.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(total(leaf), leaf)
+    for compiled_before in (False, True):
+        dynamo.reset()
+        broken, whole = (torch.compile(total, backend="aot_eager", fullgraph=full) for full in (False, True))
+        if compiled_before:
+            torch.testing.assert_close(broken(tensor), whole(tensor))
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            tangent(whole, tensor)
+        try:
+            got = tangent(broken, tensor)
+        except NotImplementedError:
+            continue
+        torch.testing.assert_close(got, gradient.sum(), rtol=1e-4, atol=1e-4)
+
+
 BATCHED = {  # of a function of a tensor: what torch.autograd does by its own vmap
     "gradients": lambda call, t: torch.autograd.grad(
         y := call(t.requires_grad_()), t, torch.stack([y, y]).detach(), is_grads_batched=True

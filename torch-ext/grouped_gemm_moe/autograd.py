@@ -31,6 +31,8 @@ def is_transformed(*tensors):
         return True
     if forward_ad._current_level < 0:
         return False
+    if torch.compiler.is_compiling():  # its tensors show no tangents, and a GPU's ops would lose those of the real ones
+        return True
     return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 

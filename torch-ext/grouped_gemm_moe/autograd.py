@@ -2,7 +2,7 @@
 
 A product reads its rows by token (gather) or in row order, and sums its results by token (combine) or keeps them in row
 order. The gradient to its rows is the product with w transposed and gather and combine exchanged, so both directions
-are `_product`.
+are `product`.
 """
 
 import torch
@@ -62,7 +62,7 @@ def _refuse_transformed(dy):
     refuse_batch("moe, moe_mlp, grouped_gemm, gather_gemm and gemm_combine", "pass one at a time", dy)
 
 
-def _product(
+def product(
     a, w, routing, gather, combine, out_dtype, *, row_weight=None, bias=None, dot_with=None, dot=None, rows_dtype=None
 ):
     """row_weight * (a @ w.T + bias): [S, N] rows, or with combine [T, N]. No out_dtype: nothing but the row dots.
@@ -102,9 +102,9 @@ def _row_gradients(dy, x, w, row_weight, bias, routing, gather, combine, need_x,
     top_k, num_tokens = routing[2:]
     back = dy, w.transpose(1, 2), routing, combine, gather, w.dtype if need_x else None
     if not need_row_weight:
-        return _product(*back, row_weight=row_weight), None
+        return product(*back, row_weight=row_weight), None
     dot = _row_dots(x, x.shape[1], num_tokens * top_k)
-    dx = _product(*back, row_weight=row_weight, dot_with=x, dot=dot)
+    dx = product(*back, row_weight=row_weight, dot_with=x, dot=dot)
     return dx, _row_weight_gradient(dot, dy, bias, routing, combine)
 
 
@@ -158,7 +158,7 @@ class GroupedProduct(torch.autograd.Function):
         ctx.save_for_backward(kept, w, row_weight, bias, row_assignment, offs)
         ctx.form = top_k, num_tokens, gather, combine
         routing = Routing(row_assignment, offs, top_k, num_tokens)
-        return _product(x, w, routing, gather, combine, out_dtype, row_weight=row_weight, bias=bias)
+        return product(x, w, routing, gather, combine, out_dtype, row_weight=row_weight, bias=bias)
 
     @staticmethod
     def backward(ctx, dy):
@@ -195,7 +195,7 @@ def _refuse_second_derivatives():
     raise RuntimeError("grouped_gemm_moe has no second derivatives: its gradients cannot be differentiated again")
 
 
-def _activated(x, w, bias, routing, form, out_dtype, store):
+def activated(x, w, bias, routing, form, out_dtype, store):
     """activation(x @ w.T + bias) of gathered rows and, to `store` for the backward, what it is the activation of."""
     row_assignment, offs, top_k, num_tokens = routing
     num_rows, columns = num_tokens * top_k, w.shape[1]
@@ -209,8 +209,8 @@ class ActivatedProduct(torch.autograd.Function):
     """activation(x @ w.T + bias) by expert of gathered rows, with a gradient that is taken apart from the product."""
 
     @staticmethod
-    def forward(ctx, x, w, bias, row_assignment, offs, top_k, num_tokens, form, out_dtype, store):
-        pre, out = _activated(x, w, bias, Routing(row_assignment, offs, top_k, num_tokens), form, out_dtype, store)
+    def forward(ctx, x, w, bias, row_assignment, offs, top_k, num_tokens, form, out_dtype):
+        pre, out = activated(x, w, bias, Routing(row_assignment, offs, top_k, num_tokens), form, out_dtype, True)
         ctx.save_for_backward(pre, x, w, bias, row_assignment, offs)
         ctx.form, ctx.sizes = form, (top_k, num_tokens)
         return out
@@ -225,7 +225,14 @@ class ActivatedProduct(torch.autograd.Function):
         dx, dw, _, d_bias = _Gradients.apply(
             d_pre, x, w, None, bias, row_assignment, offs, *ctx.sizes, True, False, (need_x, need_w, False, need_bias)
         )
-        return dx, dw, d_bias, *[None] * 7
+        return dx, dw, d_bias, *[None] * 6
+
+
+def expert_mlp(x, w_up, w_down, row_weight, bias_up, bias_down, routing, form, out_dtype, combine, store):
+    """The result of `ExpertMLP` and, to `store` for its backward, what the activation is taken of."""
+    pre, h = activated(x, w_up, bias_up, routing, form, x.dtype, store)
+    terms = {"row_weight": row_weight, "bias": bias_down, "rows_dtype": _rows_dtype(combine, x.dtype, out_dtype)}
+    return pre, product(h, w_down, routing, False, True, out_dtype, **terms)
 
 
 class ExpertMLP(torch.autograd.Function):
@@ -234,20 +241,19 @@ class ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x, w_up, w_down, row_weight, bias_up, bias_down, row_assignment, offs, top_k, num_tokens, form, out_dtype,
-        combine, store, buffers,
+        combine, buffers,
     ):  # fmt: skip
         routing = Routing(row_assignment, offs, top_k, num_tokens)
-        pre, h = _activated(x, w_up, bias_up, routing, form, x.dtype, store)
+        pre, y = expert_mlp(x, w_up, w_down, row_weight, bias_up, bias_down, routing, form, out_dtype, combine, True)
         ctx.save_for_backward(pre, x, w_up, w_down, row_weight, bias_up, bias_down, row_assignment, offs)
         ctx.options = top_k, num_tokens, form, combine, buffers
-        terms = {"row_weight": row_weight, "bias": bias_down, "rows_dtype": _rows_dtype(combine, x.dtype, out_dtype)}
-        return _product(h, w_down, routing, False, True, out_dtype, **terms)
+        return y
 
     @staticmethod
     def backward(ctx, dy):
         _refuse_transformed(dy)
         gradients = _MLPGradients.apply(dy, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad[:6])
-        return *gradients, *[None] * 9
+        return *gradients, *[None] * 8
 
 
 class _MLPGradients(torch.autograd.Function):
@@ -270,7 +276,7 @@ class _MLPGradients(torch.autograd.Function):
             ops.gemm_activation_grad(*back, *form, pre, dot, d_pre, weighted)
         if need_x:
             rows_dtype = _rows_dtype(combine, x.dtype, x.dtype)
-            dx = _product(d_pre, w_up.transpose(1, 2), routing, False, True, x.dtype, rows_dtype=rows_dtype)
+            dx = product(d_pre, w_up.transpose(1, 2), routing, False, True, x.dtype, rows_dtype=rows_dtype)
         if need_up:
             d_up = _gradient_or_sum(d_pre, x, routing, True, False, w_up, buffers[0])
         if need_down:

@@ -10,6 +10,9 @@ from .autograd import (
     ActivatedProduct,
     ExpertMLP,
     GroupedProduct,
+    activated,
+    expert_mlp,
+    product,
     refuse_transforms,
     unit_matrices,
     unit_rows,
@@ -191,7 +194,10 @@ def gather_gemm(
     if gated and W.shape[1] % 2:
         raise ValueError(f"W must have rows of gate and up, an even number, but its shape is {list(W.shape)}")
     read = unit_rows(x), unit_matrices(W), _contiguous(bias)
-    return ActivatedProduct.apply(*read, *_routing_arguments(routing), form, out_dtype, _records(*read))
+    routing = _dense(routing)
+    if not _records(*read):
+        return activated(*read, routing, form, out_dtype, False)[1]
+    return ActivatedProduct.apply(*read, *routing, form, out_dtype)
 
 
 def moe_mlp(
@@ -285,8 +291,9 @@ def moe_mlp(
         _contiguous(bias_up), _contiguous(bias_down),
     )  # fmt: skip
     routing = sort_by_expert(expert_ids, sizes["E"])
-    options = form, out_dtype, combine, _records(*read), tuple(weight_grads)
-    return ExpertMLP.apply(*read, *_routing_arguments(routing), *options)
+    if not _records(*read):
+        return expert_mlp(*read, routing, form, out_dtype, combine, False)[1]
+    return ExpertMLP.apply(*read, *routing, form, out_dtype, combine, tuple(weight_grads))
 
 
 def gemm_combine(
@@ -407,13 +414,16 @@ def weight_grad(
 def _product(x, W, routing, topk_weights, bias, gather, combine, out_dtype):
     """Brings the tensors into the layouts that the ops read, by differentiable steps, and multiplies."""
     row_weight = None if topk_weights is None else _row_weight(topk_weights, x)
-    read = unit_rows(x), unit_matrices(W), row_weight, _contiguous(bias)
-    return GroupedProduct.apply(*read, *_routing_arguments(routing), gather, combine, out_dtype)
+    x, W, bias, routing = unit_rows(x), unit_matrices(W), _contiguous(bias), _dense(routing)
+    way = gather, combine, out_dtype
+    if not _records(x, W, row_weight, bias):
+        return product(x, W, routing, *way, row_weight=row_weight, bias=bias)
+    return GroupedProduct.apply(x, W, row_weight, bias, *routing, *way)
 
 
-def _routing_arguments(routing):
+def _dense(routing):
     row_assignment, offs, top_k, num_tokens = routing
-    return _contiguous(row_assignment), offs.contiguous(), top_k, num_tokens
+    return Routing(_contiguous(row_assignment), offs.contiguous(), top_k, num_tokens)
 
 
 def _contiguous(tensor):
@@ -425,7 +435,7 @@ def _row_weight(topk_weights, x):
 
 
 def _records(*tensors):
-    """Whether a gradient may be asked for."""
+    """Whether a gradient may be asked for. If not, a Function would take the host longer than all the checks."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 

@@ -255,4 +255,28 @@ __device__ __forceinline__ void store_rows(T* out, int64_t stride, bool vector, 
   }
 }
 
+// The same turned: column c at out + c * stride.
+template <int kThreads, int kPitch, typename T>
+__device__ __forceinline__ void store_columns(T* out, int64_t stride, const float* staged, int rows, int columns) {
+  for (int column = threadIdx.x / 32; column < columns; column += kThreads / 32) {
+    for (int row = threadIdx.x % 32; row < rows; row += 32) out[column * stride + row] = T(staged[row * kPitch + column]);
+  }
+}
+
+// Writes staged rows of a product where they belong: by row from `row` on, or by assignment.
+template <int kThreads, int kPitch>
+__device__ __forceinline__ void store_product(const Epilogue& to, const float* staged, int row, int column,
+                                              const int* assignment, int rows, int columns) {
+  const bool by_row = to.destination == Destination::row;
+  typed(to.out, to.out_type, [&](auto* out) {
+    if (to.out_turned) {
+      store_columns<kThreads, kPitch>(out + column * to.out_stride + row, to.out_stride, staged, rows, columns);
+    } else {
+      const int64_t start = by_row ? row * to.out_stride : 0;
+      store_rows<kThreads, kPitch>(out + start + column, to.out_stride, to.out_vector, staged,
+                                   by_row ? nullptr : assignment, rows, columns, false);
+    }
+  });
+}
+
 }  // namespace moe

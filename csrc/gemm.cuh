@@ -286,11 +286,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, 2) gemm(const __grid_const
         add_rows<kThreads, kPitch>(static_cast<float*>(to.out) + tile.column, to.out_stride, to.out_vector, staged,
                                    assignment + first, rows, columns, p.map.top_k);
       } else {
-        const int64_t start = by_row ? (tile.row + first) * to.out_stride : 0;
-        typed(to.out, to.out_type, [&](auto* out) {
-          store_rows<kThreads, kPitch>(out + start + tile.column, to.out_stride, to.out_vector, staged,
-                                       by_row ? nullptr : assignment + first, rows, columns, false);
-        });
+        store_product<kThreads, kPitch>(to, staged, tile.row + first, tile.column, assignment + first, rows, columns);
       }
     }
     __syncthreads();

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
   let_next_launch_begin();
 
   const Epilogue& to = p.epilogue;
-  const bool combine = to.destination == Destination::token, by_row = to.destination == Destination::row;
+  const bool combine = to.destination == Destination::token;
   const int column_tiles = pieces(p.N, kColumns);
   // Zeros for rows of no expert take one.
   const auto stages_of = [&](int expert) { return expert >= 0 ? max(pieces(p.K, kTileK), 1) : 1; };
@@ -232,11 +232,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
         add_rows<kThreads, kPitch>(static_cast<float*>(to.out) + tile.column, to.out_stride, to.out_vector, staged,
                                    tile.assignment + first, together, inside, p.map.top_k);
       } else {
-        const int64_t start = by_row ? row * to.out_stride : 0;
-        typed(to.out, to.out_type, [&](auto* out) {
-          store_rows<kThreads, kPitch>(out + start + tile.column, to.out_stride, to.out_vector, staged,
-                                       by_row ? nullptr : tile.assignment + first, together, inside, false);
-        });
+        store_product<kThreads, kPitch>(to, staged, row, tile.column, tile.assignment + first, together, inside);
       }
     }
   }

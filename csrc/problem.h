@@ -84,6 +84,7 @@ struct Epilogue {
   int64_t dot_with_stride;
   float* dot;  // [ceil(N / 128), S], by assignment: cleared by the caller; sums over the first dimension are the dots
   bool out_vector, dot_vector;  // 16 bytes may be moved at once
+  bool out_turned;              // `out`, of rows by row, is contiguous along them, and its columns are out_stride apart
 
   // Through::activation writes what is activated to `pre`, unless null; its gradient reads it there and writes the gradient to
   // it to `d_pre`, to `out` the activation once more, weighted, and to `dot` what product and activation have in common; each

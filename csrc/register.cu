@@ -215,6 +215,13 @@ void set_out(Epilogue& e, const Tensor& out) {
   e.out = out.data_ptr(), e.out_stride = row_stride(out), e.out_type = dtype(out), e.out_vector = vectorizable(out, 1);
 }
 
+// Of rows by row, which may be contiguous in the other dimension too.
+void set_rows_out(Epilogue& e, const Tensor& out) {
+  e.out_turned = out.dim() == 2 && out.size(1) > 1 && out.stride(1) != 1 && out.stride(0) == 1;
+  if (!e.out_turned) return set_out(e, out);
+  e.out = out.data_ptr(), e.out_stride = out.stride(1), e.out_type = dtype(out);
+}
+
 float* row_dots(const GemmProblem& p, const Tensor& dot) {
   check(flat(dot, ScalarType::Float, pieces(p.N, kTile) * int64_t(p.S)), "dot must be contiguous float32 [ceil(N / 128), S]");
   return static_cast<float*>(dot.data_ptr());
@@ -262,7 +269,7 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
   e.destination = destination;
   if (out) {
     check(fits(*out, targets, p.N), "out has the wrong shape");
-    set_out(e, *out);
+    destination == Destination::row && !dot_with && !bias ? set_rows_out(e, *out) : set_out(e, *out);
     e.out_vector &= !combine || p.N % 4 == 0;
     check(!combine || (e.out_type == DType::float32 && e.out_stride == p.N),
           "rows are added up in float32, in a contiguous tensor");
@@ -278,7 +285,7 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
     e.dot = row_dots(p, *dot);
   }
   const Launch launch(a);
-  const bool boxes = !(bias && e.dot_with) && chunked_if_there(out) && chunked_if_there(bias) &&
+  const bool boxes = !(bias && e.dot_with) && (e.out_turned || chunked_if_there(out)) && chunked_if_there(bias) &&
                      (!e.dot_with || chunked(*dot_with, 1));
   multiply(p, a, w, offs, boxes, combine ? Clear{static_cast<float*>(e.out), targets * p.N} : Clear{}, launch);
 }

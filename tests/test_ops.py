@@ -111,6 +111,20 @@ def test_gemm_of_rows_without_a_map(ops, setting):
         oracle.assert_close(result, rows.product(False, False)[0], tolerance(rows, result), rows.expert)
 
 
+@pytest.mark.parametrize("columns", [1, 8, 200])
+def test_gemm_into_a_transposed_result(ops, setting, columns):
+    """Its columns lie one behind the other, with a gap; rows of no expert are zeros there too."""
+    for out in dict.fromkeys((setting.dtype, torch.promote_types(setting.dtype, torch.float32))):
+        rows = Rows(271, 72, columns, 5, 1, setting.dtype, setting.device)
+        x = rows.x[rows.token]
+        with fenced(columns, rows.S + 3, dtype=out, device=setting.device) as result:
+            ops.gemm(x, rows.W, rows.offs, None, 1, False, False, None, None, None, None, result[:, : rows.S].t())
+            oracle.assert_close(
+                result[:, : rows.S].t(), rows.product(False, False)[0], tolerance(rows, result), rows.expert
+            )
+            assert result[:, rows.S :].isnan().all()
+
+
 def test_gemm_combine(ops, setting):
     """Whatever was there before."""
     rows = Rows(40, 72, 200, 5, 3, setting.dtype, setting.device)

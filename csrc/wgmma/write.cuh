@@ -87,7 +87,11 @@ struct Writer {
       for (int number = 0; number < 4; ++number) {
         if (tile.rows <= number / 2 * kRows) continue;
         if (kTerm == Term::dot && works()) take_dot(sums, number);
-        if (p.epilogue.out) store(sums, number);
+        if (kTerm == Term::none && asked(p.epilogue.out_turned)) {
+          store_turned(sums, number);
+        } else if (p.epilogue.out) {
+          store(sums, number);
+        }
       }
     }
   }
@@ -175,6 +179,25 @@ struct Writer {
         }
       }
     }
+  }
+  // By row, contiguous along the rows: eight of them lie side by side, which begin anywhere.
+  __device__ __forceinline__ void store_turned(Sums sums, int number) const {
+    const Epilogue& to = p.epilogue;
+    const int row = row_held(number), first = tile.column + own_lane() % 4 * 2;
+    const float weight = tile.weight[row];
+    const auto store_as = [&](auto* out) {
+      using Value = std::remove_reference_t<decltype(*out)>;
+      out += first * to.out_stride + tile.row + row;
+#pragma unroll
+      for (int j = 0; j < kTileN / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (row >= tile.rows || first + i >= p.N - j * 8) continue;
+          out[(j * 8 + i) * to.out_stride] = Value(weight * sums[number / 2][j * 4 + number % 2 * 2 + i]);
+        }
+      }
+    };
+    asked_type() == DType::float32 ? store_as(static_cast<float*>(to.out)) : store_as(static_cast<T*>(to.out));
   }
   __device__ __forceinline__ DType asked_type() const { return DType(ptx::keep(int(p.epilogue.out_type))); }
 

@@ -152,28 +152,33 @@ def _note(ctx, a, b):
 
 def _multiply(a, b, bias, offs, out_dtype):
     if a.dim() == 3 and b.dim() == 2:
-        # By columns of b: the same by rows of the transposed product.
-        return _by_rows(b.t(), a.transpose(1, 2), None, offs, out_dtype).t().contiguous()
+        # By columns of b: the same by rows of the transposed product, which is written transposed.
+        out = a.new_empty((a.shape[1], b.shape[1]), dtype=out_dtype)
+        _by_rows(b.t(), a.transpose(1, 2), None, offs, out.t())
+        return out
     if b.dim() == 2:
         out = a.new_empty((offs.shape[0], a.shape[0], b.shape[1]), dtype=out_dtype)
         ops.weight_grad(unit_rows(b), unit_rows(a.t()), offs, None, 1, False, False, None, False, out)
         return out
     if a.dim() == 2:
-        return _by_rows(a, b, bias, offs, out_dtype)
+        out = a.new_empty((a.shape[0], b.shape[2]), dtype=out_dtype)
+        _by_rows(a, b, bias, offs, out)
+        return out
     groups, rows, columns = a.shape
     ends = torch.arange(1, groups + 1, dtype=torch.int32, device=a.device) * rows
-    return _by_rows(a.reshape(groups * rows, columns), b, bias, ends, out_dtype).view(groups, rows, b.shape[2])
+    out = a.new_empty((groups, rows, b.shape[2]), dtype=out_dtype)
+    _by_rows(a.reshape(groups * rows, columns), b, bias, ends, out.view(groups * rows, b.shape[2]))
+    return out
 
 
-def _by_rows(a, b, bias, ends, out_dtype):
-    """[S, N] rows of a [S, K], each by its group's matrix in b [G, K, N]."""
+def _by_rows(a, b, bias, ends, out):
+    """Rows of a [S, K], each by its group's matrix in b [G, K, N], to `out` [S, N], which may lie transposed."""
     if b.shape[0] == 0:  # there is no matrix to read, and all rows lie behind the last group
-        return a.new_zeros((a.shape[0], b.shape[2]), dtype=out_dtype)
-    out = a.new_empty((a.shape[0], b.shape[2]), dtype=out_dtype)
+        out.zero_()
+        return
     bias = None if bias is None else bias.contiguous()
     w = unit_matrices(b.transpose(1, 2))
     ops.gemm(unit_rows(a), w, ends, None, 1, False, False, bias, None, None, None, out)
-    return out
 
 
 def _again(a, b, offs):

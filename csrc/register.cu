@@ -447,8 +447,9 @@ void route(const Tensor& ids, int64_t num_experts, const Tensor& row_assignment,
   p.ids = ids.data_ptr(), p.id_type = id_type(ids);
   p.row_assignment = static_cast<int*>(row_assignment.data_ptr());
   p.offs = static_cast<int*>(offs.data_ptr());
-  const Tensor scratch = torch::stable::new_empty(offs, {route_words(p.S, p.E)});
-  check(launch_route(p, static_cast<int*>(scratch.data_ptr()), launch.stream));
+  MaybeTensor scratch;
+  if (const int64_t words = route_words(p.S, p.E)) scratch = torch::stable::new_empty(offs, {words});
+  check(launch_route(p, scratch ? static_cast<int*>(scratch->data_ptr()) : nullptr, launch.stream));
 }
 
 // Columns as _testing.py names them.

@@ -55,7 +55,10 @@ Plan make_plan(int S, int E) {
   return plan;
 }
 
-int64_t count_words(const Plan& plan) { return int64_t(plan.planes) * plan.blocks << (plan.bits - 1); }
+// A single block keeps its counts to itself.
+int64_t count_words(const Plan& plan) {
+  return plan.blocks > 1 ? int64_t(plan.planes) * plan.blocks << (plan.bits - 1) : 0;
+}
 
 // Compared in all 64 bits, before anything is cut off.
 template <typename Id>

@@ -2,7 +2,7 @@
 
 A product reads its rows by token (gather) or in row order, and sums its results by token (combine) or keeps them in row
 order. The gradient to its rows is the product with w transposed and gather and combine exchanged, so both directions
-are `product`.
+are `grouped_product`.
 """
 
 import torch
@@ -62,7 +62,7 @@ def _refuse_transformed(dy):
     refuse_batch("moe, moe_mlp, grouped_gemm, gather_gemm and gemm_combine", "pass one at a time", dy)
 
 
-def product(
+def grouped_product(
     a, w, routing, gather, combine, out_dtype, *, row_weight=None, bias=None, dot_with=None, dot=None, rows_dtype=None
 ):
     """row_weight * (a @ w.T + bias): [S, N] rows, or with combine [T, N]. No out_dtype: nothing but the row dots.
@@ -102,9 +102,9 @@ def _row_gradients(dy, x, w, row_weight, bias, routing, gather, combine, need_x,
     top_k, num_tokens = routing[2:]
     back = dy, w.transpose(1, 2), routing, combine, gather, w.dtype if need_x else None
     if not need_row_weight:
-        return product(*back, row_weight=row_weight), None
+        return grouped_product(*back, row_weight=row_weight), None
     dot = _row_dots(x, x.shape[1], num_tokens * top_k)
-    dx = product(*back, row_weight=row_weight, dot_with=x, dot=dot)
+    dx = grouped_product(*back, row_weight=row_weight, dot_with=x, dot=dot)
     return dx, _row_weight_gradient(dot, dy, bias, routing, combine)
 
 
@@ -158,7 +158,7 @@ class GroupedProduct(torch.autograd.Function):
         ctx.save_for_backward(kept, w, row_weight, bias, row_assignment, offs)
         ctx.form = top_k, num_tokens, gather, combine
         routing = Routing(row_assignment, offs, top_k, num_tokens)
-        return product(x, w, routing, gather, combine, out_dtype, row_weight=row_weight, bias=bias)
+        return grouped_product(x, w, routing, gather, combine, out_dtype, row_weight=row_weight, bias=bias)
 
     @staticmethod
     def backward(ctx, dy):
@@ -232,7 +232,7 @@ def expert_mlp(x, w_up, w_down, row_weight, bias_up, bias_down, routing, form, o
     """The result of `ExpertMLP` and, to `store` for its backward, what the activation is taken of."""
     pre, h = activated(x, w_up, bias_up, routing, form, x.dtype, store)
     terms = {"row_weight": row_weight, "bias": bias_down, "rows_dtype": _rows_dtype(combine, x.dtype, out_dtype)}
-    return pre, product(h, w_down, routing, False, True, out_dtype, **terms)
+    return pre, grouped_product(h, w_down, routing, False, True, out_dtype, **terms)
 
 
 class ExpertMLP(torch.autograd.Function):
@@ -276,7 +276,7 @@ class _MLPGradients(torch.autograd.Function):
             ops.gemm_activation_grad(*back, *form, pre, dot, d_pre, weighted)
         if need_x:
             rows_dtype = _rows_dtype(combine, x.dtype, x.dtype)
-            dx = product(d_pre, w_up.transpose(1, 2), routing, False, True, x.dtype, rows_dtype=rows_dtype)
+            dx = grouped_product(d_pre, w_up.transpose(1, 2), routing, False, True, x.dtype, rows_dtype=rows_dtype)
         if need_up:
             d_up = _gradient_or_sum(d_pre, x, routing, True, False, w_up, buffers[0])
         if need_down:

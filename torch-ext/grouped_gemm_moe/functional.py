@@ -12,7 +12,7 @@ from .autograd import (
     GroupedProduct,
     activated,
     expert_mlp,
-    product,
+    grouped_product,
     refuse_transforms,
     unit_matrices,
     unit_rows,
@@ -417,7 +417,7 @@ def _product(x, W, routing, topk_weights, bias, gather, combine, out_dtype):
     x, W, bias, routing = unit_rows(x), unit_matrices(W), _contiguous(bias), _dense(routing)
     way = gather, combine, out_dtype
     if not _records(x, W, row_weight, bias):
-        return product(x, W, routing, *way, row_weight=row_weight, bias=bias)
+        return grouped_product(x, W, routing, *way, row_weight=row_weight, bias=bias)
     return GroupedProduct.apply(x, W, row_weight, bias, *routing, *way)
 
 

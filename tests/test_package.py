@@ -105,8 +105,8 @@ def test_symbols(variant):
 
 @pytest.mark.kernels_ci
 def test_public_names(kernel):
-    functions = {"gather_gemm", "gemm_combine", "grouped_gemm", "grouped_mm", "moe", "moe_mlp", "route", "weight_grad"}
-    assert set(kernel.__all__) == {"Activation", "Routing", *functions}
+    products = {"gather_gemm", "gemm_combine", "grouped_gemm", "grouped_mm", "moe", "moe_mlp", "weight_grad"}
+    assert set(kernel.__all__) == {"Activation", "Routing", "route", *products, "experts_forward", "layers"}
     assert all(hasattr(kernel, name) for name in kernel.__all__)
 
 

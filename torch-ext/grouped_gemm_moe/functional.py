@@ -79,7 +79,7 @@ def moe(
     x, W = _operands(x=x, W=W)
     out_dtype = _out_dtype(out_dtype, accumulator_dtype(x.dtype), x)
     routing = sort_by_expert(expert_ids, sizes["E"])
-    return _product(x, W, routing, topk_weights, None, True, True, out_dtype)
+    return product(x, W, routing, topk_weights, None, True, True, out_dtype)
 
 
 def grouped_gemm(a: torch.Tensor, W: torch.Tensor, group_sizes: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ def grouped_gemm(a: torch.Tensor, W: torch.Tensor, group_sizes: torch.Tensor) ->
     a, W = _operands(a=a, W=W)
     ends = group_sizes.new_empty(sizes["E"], dtype=torch.int32)
     ops.group_ends(group_sizes.contiguous(), ends)
-    return _product(a, W, Routing(None, ends, 1, sizes["S"]), None, None, False, False, a.dtype)
+    return product(a, W, Routing(None, ends, 1, sizes["S"]), None, None, False, False, a.dtype)
 
 
 def route(expert_ids: torch.Tensor, num_experts: int) -> Routing:
@@ -189,7 +189,7 @@ def gather_gemm(
     out_dtype = _out_dtype(out_dtype, x.dtype, x)
     if activation is None:
         _check_flags(gated=gated, interleaved=interleaved)
-        return _product(x, W, routing, None, bias, True, False, out_dtype)
+        return product(x, W, routing, None, bias, True, False, out_dtype)
     form = _form(activation, gated, interleaved)
     if gated and W.shape[1] % 2:
         raise ValueError(f"W must have rows of gate and up, an even number, but its shape is {list(W.shape)}")
@@ -345,7 +345,7 @@ def gemm_combine(
     )
     h, W, bias = _operands(h=h, W=W, bias=bias)
     out_dtype = _out_dtype(out_dtype, accumulator_dtype(h.dtype), h)
-    return _product(h, W, routing, topk_weights, bias, False, True, out_dtype)
+    return product(h, W, routing, topk_weights, bias, False, True, out_dtype)
 
 
 @torch.no_grad()
@@ -411,7 +411,7 @@ def weight_grad(
     return out
 
 
-def _product(x, W, routing, topk_weights, bias, gather, combine, out_dtype):
+def product(x, W, routing, topk_weights, bias, gather, combine, out_dtype):
     """Brings the tensors into the layouts that the ops read, by differentiable steps, and multiplies."""
     row_weight = None if topk_weights is None else _row_weight(topk_weights, x)
     x, W, bias, routing = unit_rows(x), unit_matrices(W), _contiguous(bias), _dense(routing)

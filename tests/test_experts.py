@@ -1,5 +1,6 @@
 """experts_forward and the layer of the kernels library, on modules like those of transformers, which is not needed."""
 
+from functools import partial
 from pathlib import Path
 
 import kernels
@@ -80,10 +81,16 @@ def interleaved_softplus(z):
     return F.softplus(z[..., ::2]) * z[..., 1::2]
 
 
+def beta_gate(z):
+    gate, up = z.chunk(2, -1)
+    return F.softplus(gate, beta=2) * up
+
+
 OWN = {  # what the package does not have: (the class, its arguments, what it computes between the products)
     "gate": (OwnGate, {"act_fn": nn.Softplus()}, softplus_gate),
     "act_fn": (Experts, {"act_fn": nn.Softplus(), "is_concatenated": False}, interleaved_softplus),
     "subclass": (Experts, {"act_fn": OtherSilu()}, oracle.Form()),
+    "function": (Experts, {"act_fn": partial(F.softplus, beta=2)}, beta_gate),
     "ungated": (Experts, {"act_fn": nn.Softplus(), "gated": False}, F.softplus),
     "no limit": (
         GptOssGate,
@@ -216,6 +223,7 @@ def test_a_gate_is_known_by_its_name(kernel, ops, place):
 
 VARIETIES = {
     "fused": lambda *weights: Experts(nn.SiLU(), *weights),
+    "function": lambda *weights: Experts(F.silu, *weights),
     "own": lambda *weights: OwnGate(nn.Softplus(), *weights),
     "normalised": lambda *weights: Experts(nn.SiLU(), *weights, has_post_expert_norm=True, post_expert_norm=rms_norm),
 }

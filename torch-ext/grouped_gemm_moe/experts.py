@@ -9,8 +9,10 @@ from .activation import CLAMPED, Activation
 from .functional import gather_gemm, gemm_combine, moe_mlp, product, route
 from .routing import Routing
 
-# What the activations of these classes compute, by the classes' names: transformers need not be installed.
+# What these functions, and modules of these classes, compute. They are known by name: transformers need not be there.
 _ACTIVATIONS = {
+    "torch.nn.functional.silu": Activation("silu"),
+    "torch.nn.functional.relu": Activation("relu"),
     "torch.nn.modules.activation.SiLU": Activation("silu"),
     "torch.nn.modules.activation.ReLU": Activation("relu"),
     "transformers.activations.SiLUActivation": Activation("silu"),
@@ -129,7 +131,11 @@ def _activation(module, gated):
         gate = Gate(interleaved=_interleaved(module))
     if gate is None:
         return {}
-    activation = Activation(gate.kind) if gate.kind else _ACTIVATIONS.get(_full_name(type(module.act_fn)))
+    if gate.kind:
+        activation = Activation(gate.kind)
+    else:
+        act_fn = module.act_fn
+        activation = _ACTIVATIONS.get(_full_name(type(act_fn) if isinstance(act_fn, torch.nn.Module) else act_fn))
     if activation is None:
         return {}
     attributes = ("limit", gate.limit), ("alpha", gate.alpha)
@@ -140,7 +146,7 @@ def _activation(module, gated):
 
 
 def _full_name(thing):
-    return f"{thing.__module__}.{thing.__qualname__}"
+    return f"{getattr(thing, '__module__', None)}.{getattr(thing, '__qualname__', None)}"
 
 
 def _interleaved(module):

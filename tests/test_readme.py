@@ -1,9 +1,11 @@
 """The Python blocks of README.md and CARD.md run as they stand, in order, in one namespace a file.
 
 Without a GPU, "cuda" is replaced by "cpu". A block whose sizes are too large for a CPU is preceded by a comment that
-says what is replaced there: `<!-- on a CPU: T = 65536 -> T = 512, K = 4096 -> K = 64 -->`.
+says what is replaced there: `<!-- on a CPU: T = 65536 -> T = 512, K = 4096 -> K = 64 -->`. One that needs another
+package is preceded by `<!-- needs name -->`, and left out where that is not installed.
 """
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -11,13 +13,19 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = re.compile(r"(?:^<!-- on a CPU: (?P<smaller>[^\n]*) -->\n+)?^```python\n(?P<code>.*?)^```$", re.M | re.S)
+BLOCK = re.compile(
+    r"(?:^<!-- on a CPU: (?P<smaller>[^\n]*) -->\n+)?(?:^<!-- needs (?P<needed>\w+) -->\n+)?"
+    r"^```python\n(?P<code>.*?)^```$",
+    re.M | re.S,
+)
 
 
 def blocks(text, on_gpu):
-    """(line of the README, code) of each Python block."""
+    """(line of the README, code) of each Python block; no code where what it needs is missing."""
     for match in BLOCK.finditer(text):
         code = match["code"]
+        if match["needed"] and importlib.util.find_spec(match["needed"]) is None:
+            code = ""
         if not on_gpu:
             code = code.replace('"cuda"', '"cpu"')
             for replacement in filter(None, (match["smaller"] or "").split(", ")):
@@ -49,3 +57,9 @@ def test_blocks_shrink_on_a_cpu():
     assert list(blocks(text, True)) == [(4, 'T = 4096\nK = 9\nd = "cuda"\n')]
     with pytest.raises(AssertionError, match="nothing to replace"):
         list(blocks(text.replace("T = 4096\n", "T = 1\n"), False))
+
+
+def test_blocks_that_need_a_package():
+    text = "<!-- needs {} -->\n\n```python\na = 1\n```\n"
+    assert list(blocks(text.format("torch"), False)) == [(3, "a = 1\n")]
+    assert list(blocks(text.format("no_such_package"), False)) == [(3, "")]

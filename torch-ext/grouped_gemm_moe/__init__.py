@@ -9,7 +9,7 @@ the same for the kernels library to put into models.
 
 import torch.fx
 
-from . import fake, layers, reference  # noqa: F401  (two register the fake and the CPU kernels by their import)
+from . import fake, layers, reference  # noqa: F401  (two register the fake and the CPU kernels)
 from .activation import Activation
 from .experts import experts_forward
 from .functional import gather_gemm, gemm_combine, grouped_gemm, moe, moe_mlp, route, weight_grad

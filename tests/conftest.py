@@ -74,6 +74,7 @@ if not (Path(__file__).resolve().parents[1] / "tools").is_dir():
         "test_sweep.py",
         "test_plot.py",
         "test_examples.py",
+        "test_expert_parallel.py",
         "test_readme.py",
         "test_compatibility.py",
     ]

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import os
 import re
 from pathlib import Path
 
@@ -224,6 +225,56 @@ def test_experts_compiled_by_inductor(device, dynamo, name):
         results.append((y, *torch.autograd.grad(y.square().sum(), list(experts.parameters()))))
     for want, got in zip(*results, strict=True):
         assert_near(got, want, 1e-5)
+
+
+# Expert parallelism
+
+EXPERTS = "model.layers.*.mlp.experts"
+SHARDED = {f"{EXPERTS}.gate_up_proj": "grouped_gemm", f"{EXPERTS}.down_proj": "grouped_gemm"}
+PLANS = {
+    "all-to-all": SHARDED | {EXPERTS: "ep_dispatch_experts"},
+    "masked": SHARDED | {EXPERTS: "moe_tp_experts", "model.layers.*.mlp.gate": "ep_router"},
+}
+
+
+def training_step(model):
+    ids = text("cpu")
+    output = model(ids, labels=ids)
+    output.loss.backward()
+    return {"logits": output.logits.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+def rank_of_two(rank, plan, folder):
+    """A rank's training step, with the gradients of all experts."""
+    from torch.distributed.tensor import DTensor
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, load_kernel().experts_forward)
+    model = make("qwen3_moe", "cpu")
+    apply_expert_parallelism(model, mesh, mesh, PLANS[plan])
+    assert [experts.num_experts for experts in experts_of(model)] == [3, 3]
+    found = training_step(model)
+    found = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in found.items()}
+    torch.save(found, folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_expert_parallel(tmp_path, plan):
+    """transformers' two ways to share out experts, on two ranks, are the loop in one process."""
+    pytest.importorskip("transformers.distributed.expert_parallel", reason="this transformers shares out no experts")
+    torch.multiprocessing.spawn(rank_of_two, (plan, tmp_path), nprocs=2)
+    model = make("qwen3_moe", "cpu")
+    model.set_experts_implementation("eager")
+    want = training_step(model)
+    for rank in range(2):
+        got = torch.load(tmp_path / f"{rank}.pt")
+        assert got.keys() == want.keys()
+        for name, wanted in want.items():
+            assert_near(got[name], wanted, 1e-5, name)
 
 
 # Every experts class of the installed transformers

@@ -74,7 +74,8 @@ def rms_norm(rows):
 
 def direction(rows):
     """A norm that is NaN of rows of nothing but 0."""
-    return rows / rows.norm(dim=-1, keepdim=True)
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))  # as autocast has it on some devices
+    return (wide / wide.norm(dim=-1, keepdim=True)).to(rows.dtype)
 
 
 def softplus_gate(z):
@@ -153,6 +154,7 @@ def check(kernel, tensors, ids, module, want, kinks=False):
     assert not y[(~oracle.is_live(ids, len(w_up))).all(1)].any()
 
 
+@pytest.mark.kernels_ci
 @pytest.mark.parametrize("transposed", [False, True], ids=["stored", "transposed"])
 @pytest.mark.parametrize("extras", ["", "+bias"], ids=["plain", "bias"])
 @pytest.mark.parametrize("form", KNOWN, ids=str)
@@ -262,6 +264,14 @@ def test_few_tokens(kernel, device, variety, tokens):
     assert y.shape == x.shape
     found = torch.autograd.grad(y.sum(), leaves)
     assert all(g.shape == t.shape and bool(g.any()) == bool(tokens) for g, t in zip(found, leaves, strict=True))
+
+
+@pytest.mark.parametrize("variety", VARIETIES)
+def test_meta_tensors(kernel, variety):
+    tensors, ids = made(single("cpu"))
+    x, w_up, w_down, weights, *biases = (t.to("meta") for t in tensors)
+    y = kernel.experts_forward(VARIETIES[variety](w_up, w_down, *biases), x.bfloat16(), ids.to("meta"), weights)
+    assert y.is_meta and y.shape == x.shape and y.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("variety", VARIETIES)

@@ -1,12 +1,11 @@
 """transformers' experts function: an experts module, read as transformers' own functions read it, on our products."""
 
-import math
 from typing import NamedTuple
 
 import torch
 
 from .activation import CLAMPED, Activation
-from .functional import gather_gemm, gemm_combine, moe_mlp, product, route
+from .functional import autocasts, gather_gemm, gemm_combine, moe_mlp, product, route
 from .routing import Routing
 
 # What these functions, and modules of these classes, compute. They are known by name: transformers need not be there.
@@ -24,6 +23,9 @@ _ACTIVATIONS = {
     "transformers.activations.AccurateGELUActivation": Activation("gelu_tanh"),
     "transformers.activations.ReLUSquaredActivation": Activation("relu2"),
 }
+
+
+_LARGEST = torch.finfo(torch.float32).max  # of the limits that an `Activation` has
 
 
 class Gate(NamedTuple):
@@ -104,7 +106,7 @@ def experts_forward(
     bias_up, bias_down = (getattr(module, f"{name}_bias") if has_bias else None for name in (up, "down_proj"))
     norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
     x, out_dtype = hidden_states, hidden_states.dtype
-    if not torch.is_autocast_enabled(x.device.type):
+    if not autocasts(x.device.type):
         x = x.to(w_up.dtype)
 
     activation = _activation(module, gated)
@@ -140,7 +142,7 @@ def _activation(module, gated):
         return {}
     attributes = ("limit", gate.limit), ("alpha", gate.alpha)
     given = {name: getattr(module, attribute) for name, attribute in attributes if attribute}
-    if not all(isinstance(value, (int, float)) and 0 < value < math.inf for value in given.values()):
+    if not all(isinstance(value, (int, float)) and 0 < value <= _LARGEST for value in given.values()):
         return {}
     return {"activation": activation._replace(**given), "gated": gated, "interleaved": gate.interleaved}
 

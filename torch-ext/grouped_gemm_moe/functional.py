@@ -541,10 +541,15 @@ def _operands(**operands):
     return _of_one_dtype(**operands)
 
 
+def autocasts(device):
+    """Whether autocast casts operands on this type of device."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
 def _of_one_dtype(**operands):
     (first, tensor), *_ = operands.items()
     device, given = tensor.device.type, operands
-    if device != "meta" and torch.is_autocast_enabled(device):
+    if autocasts(device):
         autocast_dtype = torch.get_autocast_dtype(device)
         operands = {n: t.to(autocast_dtype) if t is not None and t.dtype in OPERANDS else t for n, t in given.items()}
     dtype = operands[first].dtype

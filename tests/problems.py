@@ -117,13 +117,14 @@ def make(function, T, K, N, E, k, dtype=torch.float32, device="cpu", distributio
     return build(function, oracle.make(T, K, N, E, k, dtype, device, distribution, seed), seed)
 
 
-def build(function, inputs, seed=0, form=None):
+def build(function, inputs, seed=0, form=None, index=lambda t: t):
     """The problem of calling `function` on `inputs`. grouped_gemm and gemm_combine get rows in expert order.
 
-    An MLP has W's in-features in and out, and W's out-features between. The ids, or group sizes, follow the tensors to
-    their device, so that a problem can be moved.
+    An MLP has W's in-features in and out, and W's out-features between. The ids, or group sizes or ends, are handed
+    over as `index` makes them, and follow the tensors to their device, so that a problem can be moved.
     """
     x, W, ids, weights = inputs
+    given = None if function.startswith("grouped") else index(ids)
     dtype, E = x.dtype, len(W)
     order, expert = oracle.expert_order(ids, E)
     by_token = ids[:, 0] if ids.shape[1] else torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
@@ -140,7 +141,7 @@ def build(function, inputs, seed=0, form=None):
         case "moe":
             return Problem(
                 {"x": x, "W": W, "weights": weights},
-                lambda kernel, x, W, weights, **options: kernel.moe(x, W, ids.to(x.device), weights, **options),
+                lambda kernel, x, W, weights, **options: kernel.moe(x, W, given.to(x.device), weights, **options),
                 lambda x, W, weights: oracle.moe(x, W, ids, weights),
                 {"y": by_token, "x": by_token},
                 dtype,
@@ -152,11 +153,11 @@ def build(function, inputs, seed=0, form=None):
             )
         case "grouped_gemm" | "grouped_mm":
             sizes = torch.bincount(expert, minlength=E + 1)[:E]
-            ends = sizes.cumsum(0).int()
+            given_sizes, given_ends = index(sizes), index(sizes.cumsum(0).int())
             calls = {
-                "grouped_gemm": lambda kernel, a, W: kernel.grouped_gemm(a, W, sizes.to(a.device)),
+                "grouped_gemm": lambda kernel, a, W: kernel.grouped_gemm(a, W, given_sizes.to(a.device)),
                 "grouped_mm": lambda kernel, a, W, **options: kernel.grouped_mm(
-                    a, W.mT, offs=ends.to(a.device), **options
+                    a, W.mT, offs=given_ends.to(a.device), **options
                 ),
             }
             return Problem(
@@ -171,7 +172,7 @@ def build(function, inputs, seed=0, form=None):
             return Problem(
                 {"x": x, "W": W, **bias},
                 lambda kernel, x, W, **options: kernel.gather_gemm(
-                    x, W, kernel.route(ids.to(x.device), E), **form_options(kernel, form), **options
+                    x, W, kernel.route(given.to(x.device), E), **form_options(kernel, form), **options
                 ),
                 lambda x, W, bias=None: oracle.gather_gemm(x, W, ids, bias, form),
                 {"y": expert, "x": by_token},
@@ -191,7 +192,7 @@ def build(function, inputs, seed=0, form=None):
             return Problem(
                 {"x": x, "w_up": w_up, "w_down": w_down, "weights": weights, **biases},
                 lambda kernel, x, w_up, w_down, weights, **options: kernel.moe_mlp(
-                    x, w_up, w_down, ids.to(x.device), weights, **form_options(kernel, form), **options
+                    x, w_up, w_down, given.to(x.device), weights, **form_options(kernel, form), **options
                 ),
                 lambda x, w_up, w_down, weights, *given: oracle.moe_mlp(
                     x, w_up, w_down, ids, weights, **dict(zip(biases, given, strict=True)), form=form
@@ -206,7 +207,7 @@ def build(function, inputs, seed=0, form=None):
             return Problem(
                 {"x": x, "W": W, **bias},
                 lambda kernel, x, W, bias=None, **options: kernel.gather_gemm(
-                    x, W, kernel.route(ids.to(x.device), E), bias=bias, **options
+                    x, W, kernel.route(given.to(x.device), E), bias=bias, **options
                 ),
                 lambda x, W, bias=None: oracle.gather_gemm(x, W, ids, bias),
                 {"y": expert, "x": by_token},
@@ -216,7 +217,7 @@ def build(function, inputs, seed=0, form=None):
             return Problem(
                 {"h": x[order // max(ids.shape[1], 1)], "W": W, "weights": weights, **bias},
                 lambda kernel, h, W, weights, bias=None, **options: kernel.gemm_combine(
-                    h, W, kernel.route(ids.to(h.device), E), weights, bias=bias, **options
+                    h, W, kernel.route(given.to(h.device), E), weights, bias=bias, **options
                 ),
                 lambda h, W, weights, bias=None: oracle.gemm_combine(h, W, ids, weights, bias),
                 {"y": by_token, "h": expert},

@@ -31,13 +31,17 @@ ifeq ($(shell command -v nvidia-smi),)
   test: export OMP_NUM_THREADS := 1
 endif
 
-.PHONY: demo test build lint format record clean
+.PHONY: demo test fuzz build lint format record clean
 
 demo: build
 	$(WITH_KERNEL) examples/train_moe_lm.py $(ARGS)
 
 test: build
 	$(WITH_KERNEL) -m pytest $(PARALLEL) $(ARGS)
+
+# Calls of the public functions, drawn at random: make fuzz ARGS="--minutes 60".
+fuzz: build
+	$(WITH_KERNEL) tests/fuzz.py $(ARGS)
 
 # The variant for this machine.
 build: $(READY)

@@ -70,6 +70,7 @@ if not (Path(__file__).resolve().parents[1] / "tools").is_dir():
     collect_ignore = [
         "test_package.py",
         "test_cuda_build.py",
+        "test_mutate.py",
         "test_record.py",
         "test_sweep.py",
         "test_plot.py",

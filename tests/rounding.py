@@ -158,7 +158,10 @@ def moe_mlp(form, x, w_up, w_down, weights, biases, ids, dtype, every, dy=None):
     back = product(lambda d, W: oracle.through_experts(d, W.transpose(1, 2), rows.expert), exactly(dy), w_down)
     h, gradient = rows.at_what_is_kept(back.value, rows.arithmetic(back.terms), weight)
     up = rows.gradients(gradient)
-    weighted = rounded(weight * h[0], weight * h[1], dtype)
+    error = weight * h[1]
+    if dtype.itemsize == 2:  # what is that near the middle between two values may be rounded either way
+        error = error + rows.arithmetic((weight * h[0]).abs())
+    weighted = rounded(weight * h[0], error, dtype)
     found = {"x": up["x"], "w_up": up["W"], "w_down": product(lambda r, d: rows.outer(d, r), weighted, dy)}
 
     dot = product(lambda h, d: (h * d).sum(1), h, back.value)

@@ -4,31 +4,12 @@ import oracle
 import problems
 import pytest
 import torch
-from conftest import DEVICES, DTYPES
 
 pytest.importorskip("hypothesis")  # the hub may run the tests without it
 
-from hypothesis import HealthCheck, example, given, settings  # noqa: E402
+from fuzz import budget, device_and_dtype, devices, functions, layouts, placed, sizes  # noqa: E402
+from hypothesis import example, given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-
-budget = settings(
-    max_examples=100, deadline=None, database=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
-)
-
-sizes = st.fixed_dictionaries(
-    {
-        "T": st.integers(0, 140),
-        "K": st.integers(1, 150),
-        "N": st.integers(1, 150),
-        "E": st.integers(1, 20),
-        "k": st.integers(1, 6),
-        "distribution": st.sampled_from(oracle.DISTRIBUTIONS),
-        "seed": st.integers(0, 2**31),
-    }
-)
-devices = st.sampled_from(DEVICES)
-device_and_dtype = devices.flatmap(lambda device: st.tuples(st.just(device), st.sampled_from(DTYPES[device])))
-functions = st.sampled_from(problems.FUNCTIONS)
 
 
 def drawn(function, dtype, T, K, N, E, k, distribution, seed):
@@ -48,30 +29,14 @@ def test_any_problem(kernel, function, place, sizes):
     problems.check(kernel, problems.make(function, **sizes, dtype=dtype, device=device), cancels=True)
 
 
-def strides(draw, t):
-    """A view with t's values whose dimensions lie in any order, with gaps, at any offset."""
-    order = draw(st.permutations(range(t.dim())))
-    gaps = [draw(st.integers(0, 3)) for _ in order]
-    steps = [draw(st.integers(1, 2)) for _ in order]
-    starts = [draw(st.integers(0, 3)) for _ in order]
-    shape = [starts[d] + steps[d] * t.shape[d] + gaps[d] for d in order]
-    buffer = torch.full(shape, float("nan"), dtype=t.dtype, device=t.device)
-    view = buffer.permute([order.index(d) for d in range(t.dim())])
-    for d in range(t.dim()):
-        view = view.narrow(d, starts[d], steps[d] * t.shape[d])
-    view = view[tuple(slice(None, None, step) for step in steps)]
-    view.copy_(t)
-    return view
-
-
 @budget
 @given(st.data(), functions, device_and_dtype, sizes)
 def test_any_strides(kernel, data, function, place, sizes):
     device, dtype = place
     problem = problems.make(function, **sizes, dtype=dtype, device=device)
-    views = {name: strides(data.draw, t) for name, t in problem.tensors.items()}
+    views = {name: placed(t, data.draw(layouts(t.dim()))) for name, t in problem.tensors.items()}
     dy = problem.incoming(problem.call(kernel, **problem.tensors))
-    problems.check(kernel, problem._replace(tensors=views), strides(data.draw, dy), cancels=True)
+    problems.check(kernel, problem._replace(tensors=views), placed(dy, data.draw(layouts(2))), cancels=True)
 
 
 @budget

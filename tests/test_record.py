@@ -52,6 +52,7 @@ RECORD = {
     **{"gpu": "NVIDIA Test 1", "torch": "2.11.0", "cuda": "13.0"},
     "tests": {"passed": 10, "failed": 0, "skipped": 1, **STAMP},
     "sanitizer": {"memcheck": 0, "racecheck": 0, **STAMP},
+    "fuzz": {"seed": 7, "minutes": 10.0, "cases": 12345, "failures": 0, **STAMP},
     "correctness": [
         {"name": "moe", "dtype": "fp32", "metric": "max relative", "value": 1e-6, "limit": 1e-5, **STAMP},
     ],
@@ -102,6 +103,7 @@ def test_the_form_accepts_a_record_and_part_of_one():
     [
         (changed(tests={"passed": 10, **STAMP}), ["record.tests lacks failed", "record.tests lacks skipped"]),
         (changed(sanitizer={**RECORD["sanitizer"], "memcheck": "0"}), ["record.sanitizer.memcheck is '0'"]),
+        (changed(fuzz={**RECORD["fuzz"], "cases": 0.5}), ["record.fuzz.cases is 0.5"]),
         (changed(rows=[ROW, {**ROW, "speed": 1}]), ["record.rows[1] should not have speed"]),
         (changed(rows=[{**ROW, "peers": {"unfused": None}}]), ["record.rows[0].peers.unfused is None"]),
         (changed(rows=ROW), [f"record.rows is {ROW!r}"]),
@@ -159,6 +161,7 @@ def test_tables_show_the_figures():
     assert "| moe | fp32 | max relative | 1.0e-06 | 1.0e-05 | yes |" in text
     assert "Tests: 10 passed, 0 failed, 1 skipped." in text
     assert "memcheck 0 errors, racecheck 0 errors." in text
+    assert "Fuzzer: 12,345 random calls in 10 minutes from seed 7, 0 failed." in text
     sizes = "4096, 2048, 2048, 8, 2"
     assert f"| moe seed | {sizes} | bf16 | mma | fwd | 0.200 | 687 | 0.50 | 2.50 | 34 |" in text
     assert f"| moe seed | {sizes} | bf16 | mma | fwd+bwd | 0.600 | 687 | 0.50 |  | 34 |" in text
@@ -231,6 +234,8 @@ def test_tables_mark_what_is_older_than_the_sources():
     text = tables(changed(rows=[ROW, {**old, "pass": "fwd+bwd"}]))
     assert text.count("moe seed † |") == 1 and text.count(readme_tables.OLDER_NOTE) == 1
     assert readme_tables.is_older(changed(tests={**RECORD["tests"], "source_digest": BEFORE}), NOW)
+    text = tables(changed(fuzz={**RECORD["fuzz"], "source_digest": BEFORE}))
+    assert "from seed 7, 0 failed †." in text and text.count(readme_tables.OLDER_NOTE) == 1
     assert not readme_tables.is_older(RECORD, NOW)
 
 
@@ -240,6 +245,7 @@ def test_tables_mark_what_is_older_than_the_sources():
         (changed(tests={**RECORD["tests"], "failed": 2}), "**2 failed**"),
         (changed(sanitizer={**RECORD["sanitizer"], "memcheck": 3}), "memcheck **3 errors**, racecheck 0 errors"),
         (changed(sanitizer={**RECORD["sanitizer"], "racecheck": None}), "racecheck **could not finish**"),
+        (changed(fuzz={**RECORD["fuzz"], "minutes": 2, "failures": 3}), "in 2 minutes from seed 7, **3 failed**."),
         (changed(correctness=[{**RECORD["correctness"][0], "value": 2e-5}]), "| 2.0e-05 | 1.0e-05 | **no** |"),
         (changed(correctness=[{**RECORD["correctness"][0], "value": None}]), "| none | 1.0e-05 | **no** |"),
         (changed(rows=[{**ROW, "ms": None, "tflops": None, "dense_ms": None, "peers": {}}]), "**failed**"),
@@ -263,6 +269,25 @@ def test_tests_are_counted():
     assert record_gpu.count_tests(good, 0) == {"passed": 2, "failed": 0, "skipped": 0}
     assert record_gpu.count_tests(good, 3) == {"passed": 2, "failed": 1, "skipped": 0}
     assert record_gpu.count_tests(None, 139) == {"passed": 0, "failed": 1, "skipped": 0}
+
+
+def test_fuzzed_cases_are_counted():
+    found = {"seed": 7, "minutes": 1.5, "cases": 90, "failures": 0}
+    assert record_gpu.count_cases(json.dumps(found), 7, 1.5, 0) == found
+    assert record_gpu.count_cases(json.dumps({**found, "failures": 2}), 7, 1.5, 1) == {**found, "failures": 2}
+    assert record_gpu.count_cases(json.dumps(found), 7, 1.5, 1) == {**found, "failures": 1}
+    assert record_gpu.count_cases(None, 7, 1.5, 139) == {**found, "cases": 0, "failures": 1}
+
+
+def test_the_fuzzer_is_run_where_it_is_asked_for(monkeypatch):
+    commands = []
+    monkeypatch.setattr(record_gpu, "python", lambda *command: commands.append(list(map(str, command))) or 0)
+    counts, good = record_gpu.run_fuzz(argparse.Namespace(minutes=2.0, seed=7))
+    assert counts == {"seed": 7, "minutes": 2.0, "cases": 0, "failures": 0} and good
+    ((script, *options, _),) = commands
+    assert script == str(ROOT / "tests" / "fuzz.py")
+    assert options == ["--device", "cuda", "--minutes", "2.0", "--seed", "7", "--json"]
+    assert record_gpu.OPTIONAL < set(record_gpu.PARTS) == set(records.PARTS)
 
 
 def test_sanitizer_errors_are_counted():

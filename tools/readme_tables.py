@@ -75,7 +75,7 @@ def correctness_table(record: dict, digest: str) -> str:
     if rows := record.get("correctness"):
         header = ["", "dtype", "error", "measured", "limit", "holds"]
         lines += [markdown(header, [correctness_row(row, digest) for row in rows])]
-    shown = {part: record[part] for part in ("tests", "sanitizer", "correctness") if part in record}
+    shown = {part: record[part] for part in ("tests", "sanitizer", "fuzz", "correctness") if part in record}
     return "\n\n".join(lines + note(shown, digest))
 
 
@@ -86,7 +86,7 @@ def correctness_row(row: dict, digest: str) -> list[str]:
 
 
 def summaries(record: dict, digest: str) -> list[str]:
-    """A sentence each for the tests and the sanitizer, as far as they are recorded."""
+    """A sentence each for the tests, the sanitizer and the fuzzer, as far as they are recorded."""
     lines = []
     if tests := record.get("tests"):
         failed = f"**{tests['failed']} failed**" if tests["failed"] else "0 failed"
@@ -94,6 +94,10 @@ def summaries(record: dict, digest: str) -> list[str]:
     if sanitizer := record.get("sanitizer"):
         counts = ", ".join(f"{tool} {errors(sanitizer[tool])}" for tool in ("memcheck", "racecheck"))
         lines += [f"compute-sanitizer: {counts}{mark(sanitizer, digest)}."]
+    if fuzz := record.get("fuzz"):
+        failed = f"**{fuzz['failures']} failed**" if fuzz["failures"] else "0 failed"
+        drawn = f"{fuzz['cases']:,} random calls in {fuzz['minutes']:g} minutes from seed {fuzz['seed']}"
+        lines += [f"Fuzzer: {drawn}, {failed}{mark(fuzz, digest)}."]
     return lines
 
 

@@ -32,6 +32,7 @@ MACHINE = {"gpu": str, "torch": str, "cuda": str}
 PARTS = {
     "tests": {"passed": int, "failed": int, "skipped": int, **STAMP},
     "sanitizer": {"memcheck": COUNTED, "racecheck": COUNTED, **STAMP},
+    "fuzz": {"seed": int, "minutes": NUMBER, "cases": int, "failures": int, **STAMP},
     "correctness": [{**CORRECTNESS, **STAMP}],
     "rows": [{**ROW, **STAMP}],
     "sweeps": [{**SWEEP_ROW, **STAMP}],

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Measure the built package on this machine's GPU and keep the figures in benchmarks/results.
 
-    python tools/record_gpu.py                      everything
+    python tools/record_gpu.py                      everything but the fuzzer
     python tools/record_gpu.py --only tests,rows    some parts; the others stay as they are
     python tools/record_gpu.py --only rows --ops moe_mlp --path mma    some rows
+    python tools/record_gpu.py --only fuzz --minutes 10                 the fuzzer, tests/fuzz.py
 
 The record is written after each part. A part that fails is recorded as it failed, and the exit status is 1.
 Build first (tools/build.py): what is measured is the variant in build/.
@@ -14,6 +15,7 @@ import datetime
 import json
 import math
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -33,6 +35,7 @@ import package  # noqa: E402
 SWEEP = records.ROOT / "tools" / "sanitize_sweep.py"
 SHARES = 9  # processes that a sanitizer's sweep is shared among
 ROW_CHOICES = ("ops", "shapes", "path")
+OPTIONAL = {"fuzz"}  # measured where it is asked for
 SUMMARIES = {
     "memcheck": re.compile(r"ERROR SUMMARY: (\d+) error"),
     "racecheck": re.compile(r"RACECHECK SUMMARY: (\d+) hazard"),
@@ -41,13 +44,16 @@ SUMMARIES = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)}")
+    usual = [part for part in PARTS if part not in OPTIONAL]
+    parser.add_argument("--only", default=",".join(usual), metavar="PARTS", help=f"of {','.join(PARTS)}")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="the record; benchmarks/results/<gpu>.json if left out"
     )
     for choice in ROW_CHOICES:
         parser.add_argument(f"--{choice}", help="rows: as in benchmarks/compare.py")
     parser.add_argument("--jobs", type=int, help="tests: processes to run them in (needs pytest-xdist)")
+    parser.add_argument("--minutes", type=float, default=10, help="fuzz: how long")
+    parser.add_argument("--seed", type=int, help="fuzz: as in tests/fuzz.py")
     args = parser.parse_args()
     parts = args.only.split(",")
     if unknown := set(parts) - set(PARTS):
@@ -61,7 +67,7 @@ def main() -> int:
     if built_from() != source_digest():
         parser.error("the variant in build/ was built from other sources: run tools/build.py")
     # Of a record that is measured whole nothing is kept: torch may be another one.
-    record, failed = {} if set(parts) == set(PARTS) else records.read(output), []
+    record, failed = {} if set(parts) >= set(usual) else records.read(output), []
     for part in parts:
         print(f"== {part}", flush=True)
         stamp = {"source_digest": source_digest(), "date": datetime.date.today().isoformat()}
@@ -143,6 +149,22 @@ def count_errors(tool: str, output: str, status: int) -> int | None:
     return None if count == 0 and status != 0 else count
 
 
+def run_fuzz(args) -> tuple[dict, bool]:
+    seed = random.getrandbits(32) if args.seed is None else args.seed
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "counts.json"
+        how = ["--device", "cuda", "--minutes", str(args.minutes), "--seed", str(seed), "--json", file]
+        status = python(records.ROOT / "tests" / "fuzz.py", *how)
+        counts = count_cases(file.read_text() if file.exists() else None, seed, args.minutes, status)
+    return counts, not counts["failures"]
+
+
+def count_cases(counts: str | None, seed: int, minutes: float, status: int) -> dict:
+    """What the fuzzer wrote. One that ended badly without saying which case failed counts as one failure."""
+    found = json.loads(counts) if counts else {"seed": seed, "minutes": minutes, "cases": 0, "failures": 0}
+    return {**found, "failures": found["failures"] or int(status != 0)}
+
+
 def run_correctness(args) -> tuple[list, bool]:
     rows, status = json_of("correctness.py")
     if rows is None:
@@ -194,6 +216,7 @@ def python(*arguments) -> int:
 PARTS = {
     "tests": run_tests,
     "sanitizer": run_sanitizer,
+    "fuzz": run_fuzz,
     "correctness": run_correctness,
     "rows": run_rows,
     "sweeps": run_sweeps,

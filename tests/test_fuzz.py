@@ -1,0 +1,194 @@
+"""A share of the fuzzer, and whether it sees what it looks for."""
+
+import json
+import shlex
+import sys
+
+import oracle
+import pytest
+import torch
+from conftest import DEVICES, load_part
+
+pytest.importorskip("hypothesis")  # the hub may run the tests without it
+
+import fuzz  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+CASE = {
+    **{"function": "moe", "device": "cpu", "dtype": "float32", "T": 3, "K": 4, "N": 5, "E": 2, "k": 1},
+    **{"distribution": "uniform", "seed": 0, "deterministic": False, "index_dtype": "int64", "between": 0},
+    **{"layouts": dict.fromkeys(("ids", "dy", "x", "W", "weights")), "weights_dtype": "float32", "out_dtype": None},
+}
+
+
+@settings(fuzz.budget, max_examples=800)
+@given(st.sampled_from(DEVICES).flatmap(fuzz.cases))
+def test_any_call(kernel, case):
+    fuzz.run_case(kernel, case)
+
+
+class Wrong:
+    """The package with a fault in moe: where there are more than two rows, one value is off."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getattr__(self, name):
+        return getattr(self.kernel, name)
+
+    def moe(self, x, *arguments, **options):
+        y = self.kernel.moe(x, *arguments, **options)
+        off = torch.zeros_like(y)
+        off[2:3, :1] = 100
+        return y + off
+
+
+def test_a_fault_is_made_small_and_can_be_called_again(kernel, capsys):
+    ran, failed = fuzz.hunt(Wrong(kernel), "cpu", seed=1, seconds=1, functions=("grouped_gemm", "moe"))
+    assert ran >= len(failed) > 0
+    # The fewest tokens that show it, with nothing special about the rest.
+    case = failed[0]
+    assert (case["function"], case["T"], case["K"], case["N"], case["E"]) == ("moe", 3, 1, 1, 1)
+    assert set(case["layouts"].values()) == {None}
+    printed = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("python"))
+    arguments = shlex.split(printed)
+    assert arguments[:3] == ["python", "tests/fuzz.py", "--case"] and json.loads(arguments[3]) == case
+    with pytest.raises(AssertionError, match="largest value"):
+        fuzz.run_case(Wrong(kernel), case)
+    fuzz.run_case(kernel, case)
+
+
+def test_the_seed_says_which_cases(kernel, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(fuzz, "run_case", lambda kernel, case: drawn.append(case))
+    monkeypatch.setattr(fuzz, "BATCH", 5)
+    runs = []
+    for seed in (3, 3, 4):
+        drawn.clear()
+        ran, failed = fuzz.hunt(kernel, "cpu", seed, seconds=0.5)
+        assert ran == len(drawn) and not failed
+        runs.append(drawn[:10])
+    assert len(runs[0]) == 10 and runs[0] == runs[1] != runs[2]
+
+
+def test_command_line(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "counts.json"
+    monkeypatch.setattr(fuzz, "run_case", lambda kernel, case: None)
+    command = ["fuzz.py", "--minutes", "0.005", "--device", "cpu", "--seed", "9"]
+    monkeypatch.setattr(sys, "argv", [*command, "--json", str(file)])
+    assert fuzz.main() == 0
+    counts = json.loads(file.read_text())
+    assert counts["seed"] == 9 and counts["minutes"] == 0.005 and counts["cases"] > 0 and counts["failures"] == 0
+    assert f"{counts['cases']} cases on cpu in 0.005 minutes from seed 9: 0 failures" in capsys.readouterr().out
+
+    def fails(kernel, case):
+        raise AssertionError("wrong")
+
+    monkeypatch.setattr(fuzz, "run_case", fails)
+    monkeypatch.setattr(sys, "argv", [*command, "--json", str(file)])
+    assert fuzz.main() == 1
+    assert json.loads(file.read_text())["failures"] > 0
+
+    monkeypatch.setattr(sys, "argv", ["fuzz.py", "--case", json.dumps(CASE)])
+    with pytest.raises(AssertionError, match="wrong"):
+        fuzz.main()
+
+
+def test_one_case(kernel, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fuzz.py", "--case", json.dumps(CASE)])
+    assert fuzz.main() == 0
+    assert "right" in capsys.readouterr().out
+
+
+@settings(fuzz.budget, max_examples=50)
+@given(st.integers(1, 3).flatmap(lambda dims: st.tuples(st.just(dims), fuzz.layouts(dims, repeats=True))), st.data())
+def test_placed(drawn, data):
+    """The values, but for those that repeat the first one of their dimension; NaN all around."""
+    dims, layout = drawn
+    t = torch.randn(data.draw(st.lists(st.integers(0, 4), min_size=dims, max_size=dims)))
+    view = fuzz.placed(t, layout)
+    want = t
+    for d in layout["repeated"]:
+        want = want.narrow(d, 0, min(1, want.shape[d])).expand(t.shape)
+        assert view.stride(d) == 0 or t.shape[d] <= 1
+    assert torch.equal(view, want)
+    stored = view.new_empty(0).set_(view.untyped_storage())
+    assert int((~stored.isnan()).sum()) == torch.Size([1 if d in layout["repeated"] else n for d, n in
+                                                       enumerate(t.shape)]).numel() or not t.numel()  # fmt: skip
+
+
+@pytest.mark.parametrize("apart", [0, 1, 8])
+def test_between(device, apart):
+    """Values, strides and alignment stay, and so does what lies between the values."""
+    wide = torch.randn(5, 12, device=device)
+    for t in (wide, wide[:, 1:9], wide[1:, 3:].T, wide[:1].expand(5, 12), wide.bfloat16()[:, 3:7]):
+        view, buffer = fuzz.between(t, apart)
+        assert torch.equal(view, t)
+        assert view.stride() == ((t.shape[1] + apart, 1) if apart else t.stride())
+        assert view.data_ptr() % 16 == t.data_ptr() % 16
+        assert buffer[: fuzz.FENCE].isnan().all() and buffer[-fuzz.FENCE :].isnan().all()
+
+
+def test_results_lie_between_other_data(ops, device):
+    """Those of the ops, under the mode: what was there stays where nothing is written, a sum is added to it."""
+    inputs = oracle.make(6, 8, 16, 3, 1, device=device, distribution="single")
+    routing = oracle.expert_order(inputs.ids, 3)[0].int(), torch.tensor([0, 6, 6], dtype=torch.int32, device=device)
+    out, dot = torch.zeros(6, 16, device=device), torch.full((1, 6), 7.0, device=device)
+    with fuzz.Between(ops.name, apart=1):
+        ops.gemm(inputs.x, inputs.W, routing[1], routing[0], 1, True, False, None, None, None, None, out)
+        ops.gemm(inputs.x, inputs.W, routing[1], routing[0], 1, True, False, None, None, out.clone(), dot, None)
+    oracle.assert_close(out, inputs.x.double() @ inputs.W[1].double().T, 1e-5)
+    oracle.assert_close(dot[0, routing[0].long()][None], (out.double() ** 2).sum(1)[None], 1e-5)
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_who_writes_outside_of_a_result_is_caught(ops, where):
+    """An op that does so stands in for one of the package's."""
+    with torch.library._scoped_library("fuzz_stand_in", "DEF") as library:
+        library.define("sum_rows(Tensor rows, int top_k, Tensor(a!) out) -> ()")
+
+        @torch.library.impl(library, "sum_rows", "CPU")
+        def sum_rows(rows, top_k, out):
+            out.zero_()
+            start = out.storage_offset() + (-1 if where == "before" else out.numel())
+            out.as_strided((1,), (1,), start).zero_()
+
+        with pytest.raises(AssertionError, match="sum_rows has written outside of out"), fuzz.Between("fuzz_stand_in"):
+            torch.ops.fuzz_stand_in.sum_rows(torch.ones(4, 3), 2, torch.ones(2, 3))
+
+
+def test_who_reads_beyond_an_operand_is_caught(ops):
+    with torch.library._scoped_library("fuzz_stand_in", "DEF") as library:
+        library.define("sum_rows(Tensor rows, int top_k, Tensor(a!) out) -> ()")
+
+        @torch.library.impl(library, "sum_rows", "CPU")
+        def sum_rows(rows, top_k, out):
+            out.fill_(rows.as_strided((rows.numel() + 1,), (1,)).sum())
+
+        out = torch.ones(2, 3)
+        with fuzz.Between("fuzz_stand_in"):
+            torch.ops.fuzz_stand_in.sum_rows(torch.ones(4, 3), 2, out)
+        assert out.isnan().all()
+
+
+def test_every_public_function_is_drawn(kernel):
+    """Each that computes something; route is called by the others."""
+    names = {name.split("+")[0].split()[0] for name in fuzz.EVERY}
+    public = {name for name in kernel.__all__ if callable(getattr(kernel, name)) and name[0].islower()}
+    assert names == public - {"route"}
+
+
+@pytest.mark.gpu
+def test_configurations_are_forced():
+    """Those of this GPU, and none that is not there."""
+    names = {config.name for config in load_part("_testing").configs_here()}
+    drawn = set()
+
+    @settings(fuzz.budget, max_examples=200)
+    @given(fuzz.cases("cuda"))
+    def collect(case):
+        drawn.update(case["configs"])
+
+    collect()
+    assert drawn <= names and len(drawn) > len(names) // 2

@@ -1,5 +1,6 @@
 """A share of the fuzzer, and whether it sees what it looks for."""
 
+import argparse
 import json
 import shlex
 import sys
@@ -7,7 +8,7 @@ import sys
 import oracle
 import pytest
 import torch
-from conftest import DEVICES, load_part
+from conftest import DEVICES
 
 pytest.importorskip("hypothesis")  # the hub may run the tests without it
 
@@ -22,7 +23,7 @@ CASE = {
 }
 
 
-@settings(fuzz.budget, max_examples=800)
+@settings(fuzz.budget, max_examples=600)
 @given(st.sampled_from(DEVICES).flatmap(fuzz.cases))
 def test_any_call(kernel, case):
     fuzz.run_case(kernel, case)
@@ -44,8 +45,9 @@ class Wrong:
         return y + off
 
 
-def test_a_fault_is_made_small_and_can_be_called_again(kernel, capsys):
-    ran, failed = fuzz.hunt(Wrong(kernel), "cpu", seed=1, seconds=1, functions=("grouped_gemm", "moe"))
+def test_a_fault_is_made_small_and_can_be_called_again(kernel, monkeypatch, capsys):
+    monkeypatch.setattr(fuzz, "BATCH", 40)
+    ran, failed = fuzz.hunt(Wrong(kernel), "cpu", 1, lambda ran: ran >= 10, functions=("grouped_gemm", "moe"))
     assert ran >= len(failed) > 0
     # The fewest tokens that show it, with nothing special about the rest.
     case = failed[0]
@@ -66,39 +68,39 @@ def test_the_seed_says_which_cases(kernel, monkeypatch):
     runs = []
     for seed in (3, 3, 4):
         drawn.clear()
-        ran, failed = fuzz.hunt(kernel, "cpu", seed, seconds=0.5)
-        assert ran == len(drawn) and not failed
-        runs.append(drawn[:10])
-    assert len(runs[0]) == 10 and runs[0] == runs[1] != runs[2]
+        assert fuzz.hunt(kernel, "cpu", seed, lambda ran: ran >= 12) == (12, [])
+        runs.append(list(drawn))
+    assert len(runs[0]) == 12 and runs[0] == runs[1] != runs[2]
 
 
-def test_command_line(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("failed", [[], [CASE]], ids=["all right", "one wrong"])
+def test_command_line(monkeypatch, tmp_path, capsys, failed):
+    """A run has its minutes, says its seed and how many cases there were, and fails where one did."""
+
+    def hunt(kernel, device, seed, enough):
+        assert (device, seed) == ("cpu", 9)
+        now = fuzz.time.monotonic()
+        assert not enough(10**9)
+        monkeypatch.setattr(fuzz.time, "monotonic", lambda: now + 121)
+        assert enough(0)
+        return 1234, failed
+
     file = tmp_path / "counts.json"
-    monkeypatch.setattr(fuzz, "run_case", lambda kernel, case: None)
-    command = ["fuzz.py", "--minutes", "0.005", "--device", "cpu", "--seed", "9"]
-    monkeypatch.setattr(sys, "argv", [*command, "--json", str(file)])
-    assert fuzz.main() == 0
-    counts = json.loads(file.read_text())
-    assert counts["seed"] == 9 and counts["minutes"] == 0.005 and counts["cases"] > 0 and counts["failures"] == 0
-    assert f"{counts['cases']} cases on cpu in 0.005 minutes from seed 9: 0 failures" in capsys.readouterr().out
-
-    def fails(kernel, case):
-        raise AssertionError("wrong")
-
-    monkeypatch.setattr(fuzz, "run_case", fails)
-    monkeypatch.setattr(sys, "argv", [*command, "--json", str(file)])
-    assert fuzz.main() == 1
-    assert json.loads(file.read_text())["failures"] > 0
-
-    monkeypatch.setattr(sys, "argv", ["fuzz.py", "--case", json.dumps(CASE)])
-    with pytest.raises(AssertionError, match="wrong"):
-        fuzz.main()
+    monkeypatch.setattr(fuzz, "hunt", hunt)
+    command = ["fuzz.py", "--minutes", "2", "--device", "cpu", "--seed", "9", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert fuzz.main() == len(failed)
+    assert json.loads(file.read_text()) == {"seed": 9, "minutes": 2.0, "cases": 1234, "failures": len(failed)}
+    assert f"1234 cases on cpu in 2 minutes from seed 9: {len(failed)} failures" in capsys.readouterr().out
 
 
 def test_one_case(kernel, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["fuzz.py", "--case", json.dumps(CASE)])
     assert fuzz.main() == 0
     assert "right" in capsys.readouterr().out
+    monkeypatch.setattr(fuzz, "load_kernel", lambda: Wrong(kernel))
+    with pytest.raises(AssertionError, match="largest value"):
+        fuzz.main()
 
 
 @settings(fuzz.budget, max_examples=50)
@@ -179,16 +181,20 @@ def test_every_public_function_is_drawn(kernel):
     assert names == public - {"route"}
 
 
-@pytest.mark.gpu
-def test_configurations_are_forced():
-    """Those of this GPU, and none that is not there."""
-    names = {config.name for config in load_part("_testing").configs_here()}
-    drawn = set()
+def test_configurations_of_a_gpu_are_forced(hooks, monkeypatch):
+    """Those that it has, on few blocks or on all; sizes reach beyond a tile, experts beyond a schedule's round."""
+    names = [f"config-{i}" for i in range(5)]
+    monkeypatch.setattr(hooks, "configs_here", lambda: [argparse.Namespace(name=name) for name in names])
+    drawn = []
 
-    @settings(fuzz.budget, max_examples=200)
+    @settings(fuzz.budget, max_examples=400, derandomize=True)
     @given(fuzz.cases("cuda"))
     def collect(case):
-        drawn.update(case["configs"])
+        assert json.loads(json.dumps(case)) == case
+        drawn.append(case)
 
     collect()
-    assert drawn <= names and len(drawn) > len(names) // 2
+    assert {name for case in drawn for name in case["configs"]} == set(names)
+    assert {case["blocks"] for case in drawn} == {0, 1, 3}
+    assert max(case["N"] for case in drawn) > 256 and max(case["T"] for case in drawn) > 256
+    assert max(case["E"] for case in drawn) > 1023

@@ -30,35 +30,35 @@ def test_any_call(kernel, case):
 
 
 class Wrong:
-    """The package with a fault in moe: where there are more than two rows, one value is off."""
+    """The package with a fault in moe: one value of the third row is off."""
 
     def __init__(self, kernel):
         self.kernel = kernel
 
-    def __getattr__(self, name):
-        return getattr(self.kernel, name)
-
-    def moe(self, x, *arguments, **options):
-        y = self.kernel.moe(x, *arguments, **options)
+    def moe(self, *arguments, **options):
+        y = self.kernel.moe(*arguments, **options)
         off = torch.zeros_like(y)
         off[2:3, :1] = 100
         return y + off
 
 
-def test_a_fault_is_made_small_and_can_be_called_again(kernel, monkeypatch, capsys):
+def test_a_fault_is_made_small_and_can_be_called_again(monkeypatch, capsys):
+    def run_case(kernel, case):
+        if case["function"] == "moe" and case["T"] > 2:
+            raise AssertionError("the third row is wrong")
+
+    monkeypatch.setattr(fuzz, "run_case", run_case)
     monkeypatch.setattr(fuzz, "BATCH", 40)
-    ran, failed = fuzz.hunt(Wrong(kernel), "cpu", 1, lambda ran: ran >= 10, functions=("grouped_gemm", "moe"))
+    ran, failed = fuzz.hunt(None, "cpu", 1, lambda ran: ran >= 10, functions=("grouped_gemm", "moe"))
     assert ran >= len(failed) > 0
     # The fewest tokens that show it, with nothing special about the rest.
     case = failed[0]
     assert (case["function"], case["T"], case["K"], case["N"], case["E"]) == ("moe", 3, 1, 1, 1)
     assert set(case["layouts"].values()) == {None}
-    printed = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("python"))
-    arguments = shlex.split(printed)
+    reason, command = capsys.readouterr().out.splitlines()[:2]
+    arguments = shlex.split(command)
+    assert reason == "AssertionError: the third row is wrong"
     assert arguments[:3] == ["python", "tests/fuzz.py", "--case"] and json.loads(arguments[3]) == case
-    with pytest.raises(AssertionError, match="largest value"):
-        fuzz.run_case(Wrong(kernel), case)
-    fuzz.run_case(kernel, case)
 
 
 def test_the_seed_says_which_cases(kernel, monkeypatch):

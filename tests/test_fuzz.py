@@ -13,7 +13,7 @@ from conftest import DEVICES
 pytest.importorskip("hypothesis")  # the hub may run the tests without it
 
 import fuzz  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import Phase, find, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 CASE = {
@@ -209,5 +209,6 @@ def test_configurations_of_a_gpu_are_forced(hooks, monkeypatch):
     collect()
     assert {name for case in drawn for name in case["configs"]} == set(names)
     assert {case["blocks"] for case in drawn} == {0, 1, 3}
-    assert max(case["N"] for case in drawn) > 256 and max(case["T"] for case in drawn) > 256
-    assert max(case["E"] for case in drawn) > 1023
+    search = settings(fuzz.budget, max_examples=20_000, derandomize=True, phases=[Phase.generate])
+    for size, most in ("N", 256), ("T", 256), ("E", 1023):
+        find(fuzz.cases("cuda"), lambda case, size=size, most=most: case[size] > most, settings=search)

@@ -52,16 +52,6 @@ __device__ __forceinline__ void find_groups(const GemmProblem& p, int tile_rows,
   __syncthreads();
 }
 
-// The group that has a tile.
-__device__ __forceinline__ int group_of(const Groups& groups, int count, int tile) {
-  int low = 0, high = count;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (groups.tile[middle] <= tile ? low : high) = middle;
-  }
-  return low;
-}
-
 template <typename Multiply>
 __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_per_sm)
     narrow(const __grid_constant__ GemmProblem p) {
@@ -101,7 +91,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
   int next_group, next_row, next_rows, next_column, next_assignment[ShareA::kRows];
   const auto look_up_tile = [&] {
     const int row_tile = int(number / unsigned(column_tiles));
-    next_group = row_tile < groups.tile[p.groups] ? group_of(groups, p.groups, row_tile) : -1;
+    next_group = row_tile < groups.tile[p.groups] ? last_up_to(groups.tile, p.groups, row_tile) : -1;
     next_row = next_group < 0 ? 0 : groups.row[next_group] + (row_tile - groups.tile[next_group]) * kRows;
     next_rows = next_group < 0 ? -1 : min(kRows, groups.row[next_group + 1] - next_row);
     next_column = int(number % unsigned(column_tiles)) * kColumns;

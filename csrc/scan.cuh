@@ -42,4 +42,15 @@ __device__ Value block_scan(Value value, Operator combine, Value* warp_totals) {
   return warp ? combine(warp_totals[warp - 1], value) : value;
 }
 
+// The last of `count` running sums that is no larger than `value`; the first one is.
+template <typename Value>
+__device__ __forceinline__ int last_up_to(const Value* sums, int count, int value) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (sums[middle] <= value ? low : high) = middle;
+  }
+  return low;
+}
+
 }  // namespace moe

@@ -48,14 +48,10 @@ __global__ void __launch_bounds__(kScanThreads)
       __syncthreads();
       const int total = tiles_end[kScanThreads];
       for (int i = threadIdx.x; i < total; i += kScanThreads) {
-        int low = 0, high = kScanThreads;  // the group whose tiles hold i
-        while (high - low > 1) {
-          const int middle = (low + high) / 2;
-          (tiles_end[middle] <= i ? low : high) = middle;
-        }
-        const int row = group_end[low] + (i - tiles_end[low]) * tiling.rows;
-        const int of = int(first + low);
-        tiles[tiles_before + i] = {of < E ? of : -1, row, min(tiling.rows, group_end[low + 1] - row), 0};
+        const int own = last_up_to(tiles_end, kScanThreads, i);
+        const int row = group_end[own] + (i - tiles_end[own]) * tiling.rows;
+        const int of = int(first + own);
+        tiles[tiles_before + i] = {of < E ? of : -1, row, min(tiling.rows, group_end[own + 1] - row), 0};
       }
       tiles_before += total;
       if (threadIdx.x == kScanThreads - 1) warp_totals[0] = shorts;

@@ -307,14 +307,8 @@ def test_transforms_are_refused_by_name(kernel, device, function, transform):
             TRANSFORMS[transform](call, tensor.clone())
 
 
-@pytest.mark.parametrize(
-    "transform, of_gradient",
-    [("grad", torch.clone), ("vjp", torch.clone), ("jvp", torch.sum), ("forward mode", torch.sum)],
-    ids=["grad", "vjp", "jvp", "forward mode"],
-)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_compiled_transforms_are_right_or_refused(kernel, device, dynamo, function, transform, of_gradient):
-    """The compiler asks no Function for its rules, and would take the ops for constants."""
+def scalar_of_its_first_tensor(kernel, function, device):
+    """A function of one tensor, that tensor, and the gradient there."""
     problem = problems.make(function, 6, 8, 6, 3, 2, device=device)
     name, tensor = next(iter(problem.tensors.items()))
 
@@ -323,6 +317,18 @@ def test_compiled_transforms_are_right_or_refused(kernel, device, dynamo, functi
 
     leaf = tensor.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(total(leaf), leaf)
+    return total, tensor, gradient
+
+
+@pytest.mark.parametrize(
+    "transform, of_gradient",
+    [("grad", torch.clone), ("vjp", torch.clone), ("jvp", torch.sum), ("forward mode", torch.sum)],
+    ids=["grad", "vjp", "jvp", "forward mode"],
+)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_compiled_transforms_are_right_or_refused(kernel, device, dynamo, function, transform, of_gradient):
+    """The compiler asks no Function for its rules, and would take the ops for constants."""
+    total, tensor, gradient = scalar_of_its_first_tensor(kernel, function, device)
     for fullgraph in (False, True):
         compiled = torch.compile(TRANSFORMS[transform], backend="aot_eager", fullgraph=fullgraph)
         try:
@@ -335,14 +341,7 @@ def test_compiled_transforms_are_right_or_refused(kernel, device, dynamo, functi
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_compiled_functions_of_dual_tensors_are_right_or_refused(kernel, device, dynamo, function):
     """A GPU's ops drop tangents, and the compiler sees none: compiled for these tensors, or before for others."""
-    problem = problems.make(function, 6, 8, 6, 3, 2, device=device)
-    name, tensor = next(iter(problem.tensors.items()))
-
-    def total(t):
-        return problem.call(kernel, **problem.tensors | {name: t}).square().sum()
-
-    leaf = tensor.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(total(leaf), leaf)
+    total, tensor, gradient = scalar_of_its_first_tensor(kernel, function, device)
     for compiled_before in (False, True):
         dynamo.reset()
         broken, whole = (torch.compile(total, backend="aot_eager", fullgraph=full) for full in (False, True))

@@ -286,9 +286,9 @@ MUTATIONS = (
     Mutation(
         "schedule-first-tile",
         "a group's first tile goes to the group before it",
-        "schedule.cu",
-        "(tiles_end[middle] <= i ? low : high) = middle;",
-        "(tiles_end[middle] < i ? low : high) = middle;",
+        "scan.cuh",
+        "(sums[middle] <= value ? low : high) = middle;",
+        "(sums[middle] < value ? low : high) = middle;",
         ("test_grouped_gemm.py::test_matches_the_oracle", OPS_GEMM),
     ),
     Mutation(

@@ -18,6 +18,7 @@ constexpr int kTile = 128;
 // At most, which narrow tiles find their way among in 16 bits and in what four blocks leave of shared memory. Of so many experts
 // fewer rows are few.
 constexpr int kNarrowExperts = 512, kNarrowRows = 65535;
+constexpr int kFewRows = 128;  // that they sort by themselves, a thread each
 constexpr int kFloatPitch = kTile + 4;  // of a row of a staged float32 operand; the 4 spread rows over the banks
 
 struct Config {

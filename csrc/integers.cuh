@@ -1,7 +1,7 @@
 // Integers of any type, in device code.
 #pragma once
 
-#include "launch.h"
+#include "problem.h"
 
 namespace moe {
 
@@ -15,6 +15,13 @@ __device__ __forceinline__ void integers(const void* data, IdType type, Use use)
     case IdType::int32: return use(static_cast<const int32_t*>(data));
     case IdType::int64: return use(static_cast<const int64_t*>(data));
   }
+}
+
+// The expert of an assignment, or E for ids that are none's. Compared in all 64 bits, before anything is cut off.
+template <typename Id>
+__device__ __forceinline__ int expert_of(const Id* ids, int assignment, int E) {
+  const int64_t id = ids[assignment];
+  return 0 <= id && id < E ? int(id) : E;
 }
 
 }  // namespace moe

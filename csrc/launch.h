@@ -38,8 +38,6 @@ struct SumRowsProblem {
 };
 cudaError_t launch_sum_rows(const SumRowsProblem& problem, int sms, cudaStream_t stream);
 
-enum class IdType { int8, uint8, int16, int32, int64 };
-
 // offs[e]: the sum of the sizes up to e, within [-1, 2^31 - 1].
 cudaError_t launch_group_ends(const void* sizes, IdType type, int E, int* offs, cudaStream_t stream);
 

@@ -2,14 +2,17 @@
 //
 // Weights are the wide side: a tile is 16 or 64 columns of the output, which are rows of W, by up to 8 or 32 rows of A. Blocks
 // take tiles in turn, and what they bring is one stream over the ends of their tiles, so that memory always has something to
-// do. There is no launch that makes a schedule: a block finds the experts that have rows by itself.
+// do. There is no launch that makes a schedule: a block finds the tiles by itself, and of few assignments their order too. The
+// second product of an MLP asks for its first weights while the last tiles of the first one end.
 #pragma once
 
 #include "activation.cuh"
 #include "config.h"
 #include "epilogue.cuh"
+#include "integers.cuh"
 #include "load.cuh"
 #include "scan.cuh"
+#include "schedule.cuh"
 #include "start.cuh"
 
 namespace moe {
@@ -52,6 +55,50 @@ __device__ __forceinline__ void find_groups(const GemmProblem& p, int tile_rows,
   __syncthreads();
 }
 
+// Of few assignments: the tiles, and the assignment of each row. Group E is that of ids that are no expert's.
+struct FewTiles {
+  int count;
+  uint16_t group[kFewRows];
+  uint8_t row[kFewRows], rows[kFewRows], assignment[kFewRows];
+};
+
+// All threads together, of which each looks after an assignment.
+template <int kThreads>
+__device__ __forceinline__ void find_tiles(const GemmProblem& p, int tile_rows, FewTiles& tiles, int* scratch) {
+  static_assert(kThreads == kFewRows);
+  int* const groups = scratch;                                            // by assignment
+  unsigned* const starts = reinterpret_cast<unsigned*>(scratch + kFewRows);  // a bit a row: whether a tile starts there
+  const int assignment = threadIdx.x;
+  const bool own = assignment < p.S;
+  int group = 0;
+  integers(p.ids, p.id_type, [&](const auto* ids) {
+    if (own) group = expert_of(ids, assignment, p.E);
+  });
+  groups[assignment] = group;
+  if (assignment < kFewRows / 32) starts[assignment] = 0;
+  __syncthreads();
+  int smaller = 0, before = 0, equal = 0;  // assignments of smaller groups; of the same one, those before this one and all
+  for (int other = 0; other < p.S; ++other) {
+    smaller += groups[other] < group;
+    before += groups[other] == group && other < assignment;
+    equal += groups[other] == group;
+  }
+  const int row = smaller + before;
+  const bool starts_tile = own && before % tile_rows == 0 && group < p.groups;
+  if (own) tiles.assignment[row] = assignment;
+  if (starts_tile) atomicOr(&starts[row / 32], 1u << row % 32);
+  __syncthreads();
+  int tile = 0, count = 0;
+#pragma unroll
+  for (int i = 0; i < kFewRows / 32; ++i) {
+    const unsigned earlier = i < row / 32 ? ~0u : i == row / 32 ? (1u << row % 32) - 1 : 0;
+    tile += __popc(starts[i] & earlier), count += __popc(starts[i]);
+  }
+  if (starts_tile) tiles.group[tile] = group, tiles.row[tile] = row, tiles.rows[tile] = min(tile_rows, equal - before);
+  if (assignment == 0) tiles.count = count;
+  __syncthreads();
+}
+
 template <typename Multiply>
 __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_per_sm)
     narrow(const __grid_constant__ GemmProblem p) {
@@ -66,24 +113,26 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
   using ShareW = std::conditional_t<kAlongK, SwizzledShare<T, kColumns, kTileK, kThreads>,
                                     SwizzledShare<T, kTileK, kColumns, kThreads>>;
   using Tile = NarrowTile<kRows>;
-  static_assert(kConfig.tables_at() - kConfig.staged_at() >= 32 * int(sizeof(int)), "a scan's scratch is there too");
+  static_assert(kConfig.tables_at() - kConfig.staged_at() >= (kFewRows + 4) * int(sizeof(int)), "scratch is there too");
   static_assert(kTables * sizeof(Tile) + sizeof(Groups) + kRows * sizeof(float) == kConfig.table_bytes());
+  static_assert(sizeof(FewTiles) <= sizeof(Groups));
 
   extern __shared__ __align__(128) unsigned char shared[];
   float* const staged = reinterpret_cast<float*>(shared + kConfig.staged_at());
   Tile* const tiles = reinterpret_cast<Tile*>(shared + kConfig.tables_at());
   Groups& groups = *reinterpret_cast<Groups*>(tiles + kTables);
+  FewTiles& few = *reinterpret_cast<FewTiles*>(&groups);
   float* const row_weight = reinterpret_cast<float*>(&groups + 1);  // of the tile in hand
   const uint32_t stages_at = ptx::shared_address(shared);
-  wait_for_launch_before();
-  let_next_launch_begin();
+  if (!p.early) wait_for_launch_before();
 
   const Epilogue& to = p.epilogue;
   const bool combine = to.destination == Destination::token;
   const int column_tiles = pieces(p.N, kColumns);
   // Zeros for rows of no expert take one.
   const auto stages_of = [&](int expert) { return expert >= 0 ? max(pieces(p.K, kTileK), 1) : 1; };
-  find_groups<kThreads>(p, kRows, groups, reinterpret_cast<int*>(staged));
+  int* const scratch = reinterpret_cast<int*>(staged);
+  p.ids ? find_tiles<kThreads>(p, kRows, few, scratch) : find_groups<kThreads>(p, kRows, groups, scratch);
   const auto side_by_side = [&](int columns) { return p.split ? columns / 2 : columns; };
 
   // The tile that comes next (group -1: there are no more), and the assignments of this thread's rows of it.
@@ -91,9 +140,14 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
   int next_group, next_row, next_rows, next_column, next_assignment[ShareA::kRows];
   const auto look_up_tile = [&] {
     const int row_tile = int(number / unsigned(column_tiles));
-    next_group = row_tile < groups.tile[p.groups] ? last_up_to(groups.tile, p.groups, row_tile) : -1;
-    next_row = next_group < 0 ? 0 : groups.row[next_group] + (row_tile - groups.tile[next_group]) * kRows;
-    next_rows = next_group < 0 ? -1 : min(kRows, groups.row[next_group + 1] - next_row);
+    next_group = -1, next_row = 0, next_rows = -1;
+    if (p.ids) {
+      if (row_tile < few.count) next_group = few.group[row_tile], next_row = few.row[row_tile], next_rows = few.rows[row_tile];
+    } else if (row_tile < groups.tile[p.groups]) {
+      next_group = last_up_to(groups.tile, p.groups, row_tile);
+      next_row = groups.row[next_group] + (row_tile - groups.tile[next_group]) * kRows;
+      next_rows = min(kRows, groups.row[next_group + 1] - next_row);
+    }
     next_column = int(number % unsigned(column_tiles)) * kColumns;
     number += gridDim.x;
   };
@@ -101,7 +155,8 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
   const auto look_up_rows = [&] {
 #pragma unroll
     for (int i = 0; i < ShareA::kRows; ++i) {
-      next_assignment[i] = p.map.row_assignment ? p.map.row_assignment[own_row(i)] : own_row(i);
+      const int row = own_row(i);
+      next_assignment[i] = p.ids ? few.assignment[row] : p.map.row_assignment ? p.map.row_assignment[row] : row;
     }
   };
 
@@ -161,10 +216,14 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
       load_row<ShareA, true>(to_slot, i, a_from[i] + k * sizeof(T), ShareA::left(k_left));
     }
   };
-  const auto bring = [&] {
+  const auto bring = [&](bool first = false) {
     const bool turns = at == stages && rows >= 0;
     if (turns) turn_to_next();
     bring_weights();
+    if (first) {
+      wait_for_launch_before();
+      let_next_launch_begin();
+    }
     // The next tile's rows are asked for one stage into this one; where it has no other, when they are needed.
     if (turns ? !looked_up : at == 1) look_up_rows();
     looked_up = !turns;
@@ -176,7 +235,8 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
   };
 
   look_up_tile();
-  for (int s = 0; s < kStages - 1; ++s) bring();
+  for (int s = 0; s < kStages - 1; ++s) bring(s == 0);
+  fill_with_zeros<kThreads>(p.clear, blockIdx.x, gridDim.x);
   int taken = 0, own = 0;  // the slot and the tile that are multiplied
   while (true) {
     __syncthreads();

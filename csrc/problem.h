@@ -95,10 +95,23 @@ struct Epilogue {
   bool pre_vector;  // of both, and of a bias before the activation
 };
 
+enum class IdType { int8, uint8, int16, int32, int64 };
+
+// Memory to be filled with zeros on the way.
+struct Clear {
+  float* data;
+  int64_t count;
+};
+
 struct GemmProblem {
   int S, N, K, E;
-  const int* offs;  // [E]: where each expert's rows end, which narrow tiles read by themselves
-  int groups;       // E, or one more where the rows past the last expert's are written too
+  // For narrow tiles, which find their rows by themselves.
+  const int* offs;  // [E]: where each expert's rows end
+  const void* ids;  // [S], of few assignments, instead of offs and a map of rows; or null
+  IdType id_type;
+  int groups;   // E, or one more where the rows past the last expert's are written too
+  bool early;   // the launch before writes neither ids nor w: they may be read before it has ended
+  Clear clear;  // what a product behind this one adds to
   Rows a;
   RowMap map;
   const char* w;

@@ -183,12 +183,11 @@ void run(const Config& config, DType type, const Problem& problem, const Launch&
   }
 }
 
-// The operands of a product. Without rows or columns there is nothing to launch, and nothing else is looked at.
-GemmProblem product(const Tensor& a, const Tensor& w, const MaybeTensor& row_assignment, int64_t top_k, bool gather) {
+// The operands of a product of S rows. Without rows or columns there is nothing to launch, and nothing else is looked at.
+GemmProblem product(const Tensor& a, const Tensor& w, int64_t S, const MaybeTensor& row_assignment, int64_t top_k, bool gather) {
   check(w.dim() == 3 && dtype(a) == dtype(w), "w must be [E, N, K] in the type of a");
   GemmProblem p{};
   p.E = size(w, 0), p.N = size(w, 1), p.K = size(w, 2);
-  const int64_t S = row_assignment ? row_assignment->numel() : a.size(0);
   check(S <= INT_MAX, "no more than 2^31 - 1 rows");
   p.S = int(S);
   if (S == 0 || p.N == 0) return p;
@@ -227,9 +226,12 @@ float* row_dots(const GemmProblem& p, const Tensor& dot) {
   return static_cast<float*>(dot.data_ptr());
 }
 
+int64_t row_count(const Tensor& a, const MaybeTensor& row_assignment) {
+  return row_assignment ? row_assignment->numel() : a.size(0);
+}
+
 // boxed_too: whether 16 bytes of all other matrices may be moved at once.
-void multiply(GemmProblem& p, const Tensor& a, const Tensor& w, const Tensor& offs, bool boxed_too, const Clear& clear,
-              const Launch& launch) {
+const Config& pick(const GemmProblem& p, const Tensor& a, const Tensor& w, bool boxed_too, const Launch& launch) {
   // Where gate and up lie side by side in memory, the halves that are brought apart have to begin at 16 bytes too.
   const bool halves = !p.split || p.w_major == Major::k || p.N / 2 * int64_t(w.element_size()) % 16 == 0;
   const bool aligned = chunked(a, 1) && chunked(w, p.w_major == Major::k ? 2 : 1) && halves;
@@ -237,34 +239,34 @@ void multiply(GemmProblem& p, const Tensor& a, const Tensor& w, const Tensor& of
   const Epilogue& e = p.epilogue;
   const bool plain = e.out && !e.dot_with && e.through != Through::activation_grad && p.E <= kNarrowExperts &&
                      p.S <= kNarrowRows;
-  const Config& config = choose({Op::gemm, dtype(a), aligned, boxes, plain, p.w_major == Major::k, rows_of_tile(p)}, launch);
+  return choose({Op::gemm, dtype(a), aligned, boxes, plain, p.w_major == Major::k, rows_of_tile(p)}, launch);
+}
+
+// Without offs narrow tiles find their rows among p.ids. clear: what the product itself adds to.
+void multiply(const Config& config, GemmProblem& p, DType type, const Tensor* offs, const Clear& clear, const Launch& launch) {
+  const Epilogue& e = p.epilogue;
   const bool cover_rest = (e.out || e.d_pre) && e.destination != Destination::token;
   Tiles tiles;
   if (config.narrow()) {
-    check(flat(offs, ScalarType::Int, p.E), "offs must be contiguous int32 [E]");
-    p.offs = static_cast<const int*>(offs.data_ptr());
+    check(!offs || flat(*offs, ScalarType::Int, p.E), "offs must be contiguous int32 [E]");
+    p.offs = offs ? static_cast<const int*>(offs->data_ptr()) : nullptr;
     p.groups = p.E + cover_rest;
     if (clear.count) check(cudaMemsetAsync(clear.data, 0, clear.count * sizeof(float), launch.stream));
   } else {
-    tiles = schedule(offs, p.S, p.E, {kTile, config.short_rows(), cover_rest}, clear, launch);
+    tiles = schedule(*offs, p.S, p.E, {kTile, config.short_rows(), cover_rest}, clear, launch);
     p.schedule = tiles.schedule;
   }
   const int columns = tile_columns(config, e.through, p.w_major);
   p.gap = p.split ? (p.N - columns) / 2 : 0;
   p.raster = raster_of(p, columns, block_count(config, launch) / config.cluster());
-  run(config, dtype(a), p, launch);
+  run(config, type, p, launch);
 }
 
-void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const MaybeTensor& row_assignment, int64_t top_k,
-                     bool gather, const MaybeTensor& bias, const MaybeTensor& row_weight, const MaybeTensor& dot_with,
-                     const MaybeTensor& dot, Destination destination, const MaybeTensor& out) {
-  GemmProblem p = product(a, w, row_assignment, top_k, gather);
-  const bool combine = destination == Destination::token;
-  if (p.S == 0 || p.N == 0) {
-    if (combine && out->numel() > 0) torch::stable::zero_(*const_cast<Tensor*>(&*out));
-    return;
-  }
+// What becomes of the products; whether 16 bytes of its matrices may be moved at once.
+bool write(GemmProblem& p, const Tensor& w, const MaybeTensor& bias, const MaybeTensor& row_weight, const MaybeTensor& dot_with,
+           const MaybeTensor& dot, Destination destination, const MaybeTensor& out) {
   Epilogue& e = p.epilogue;
+  const bool combine = destination == Destination::token;
   const int64_t tokens = p.S / p.map.top_k, targets = combine ? tokens : p.S;
   e.destination = destination;
   if (out) {
@@ -277,17 +279,31 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
   e.row_weight = weights(row_weight, p.S);
   add_bias(p, bias, w);
   if (dot_with && dot) {
-    check(fits(*dot_with, destination == Destination::row ? p.S : tokens, p.N) && dtype(*dot_with) == dtype(a),
-          "dot_with must have a row for each row of the result, in the type of a");
+    check(fits(*dot_with, destination == Destination::row ? p.S : tokens, p.N) && dtype(*dot_with) == dtype(w),
+          "dot_with must have a row for each row of the result, in the type of w");
     e.dot_with = dot_with->data_ptr();
     e.dot_with_stride = row_stride(*dot_with);
     e.dot_vector = vectorizable(*dot_with, 1);
     e.dot = row_dots(p, *dot);
   }
+  return !(bias && e.dot_with) && (e.out_turned || chunked_if_there(out)) && chunked_if_there(bias) &&
+         (!e.dot_with || chunked(*dot_with, 1));
+}
+
+Clear sums_of(const GemmProblem& p) { return {static_cast<float*>(p.epilogue.out), int64_t(p.S / p.map.top_k) * p.N}; }
+
+void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const MaybeTensor& row_assignment, int64_t top_k,
+                     bool gather, const MaybeTensor& bias, const MaybeTensor& row_weight, const MaybeTensor& dot_with,
+                     const MaybeTensor& dot, Destination destination, const MaybeTensor& out) {
+  GemmProblem p = product(a, w, row_count(a, row_assignment), row_assignment, top_k, gather);
+  const bool combine = destination == Destination::token;
+  if (p.S == 0 || p.N == 0) {
+    if (combine && out->numel() > 0) torch::stable::zero_(*const_cast<Tensor*>(&*out));
+    return;
+  }
+  const bool boxes = write(p, w, bias, row_weight, dot_with, dot, destination, out);
   const Launch launch(a);
-  const bool boxes = !(bias && e.dot_with) && (e.out_turned || chunked_if_there(out)) && chunked_if_there(bias) &&
-                     (!e.dot_with || chunked(*dot_with, 1));
-  multiply(p, a, w, offs, boxes, combine ? Clear{static_cast<float*>(e.out), targets * p.N} : Clear{}, launch);
+  multiply(pick(p, a, w, boxes, launch), p, dtype(a), &offs, combine ? sums_of(p) : Clear{}, launch);
 }
 
 void gemm(const Tensor& a, const Tensor& w, const Tensor& offs, const MaybeTensor& row_assignment, int64_t top_k,
@@ -313,34 +329,42 @@ bool halves_vectorizable(const Tensor& tensor, const Activation& f) {
   return vectorizable(tensor, 1) && (!f.gated || f.interleaved || tensor.size(1) % 8 == 0);
 }
 
-void gemm_activation(const Tensor& a, const Tensor& w, const Tensor& offs, const MaybeTensor& row_assignment, int64_t top_k,
-                     bool gather, const MaybeTensor& bias, int64_t kind, bool gated, bool interleaved, double limit,
-                     double alpha, double up_offset, const MaybeTensor& pre, const Tensor& out) {
-  GemmProblem p = product(a, w, row_assignment, top_k, gather);
-  if (p.S == 0 || p.N == 0) return;
+// What becomes of products that are activated, as write().
+bool write_activated(GemmProblem& p, const Tensor& w, const MaybeTensor& bias, const Activation& f, const MaybeTensor& pre,
+                     const Tensor& out) {
   Epilogue& e = p.epilogue;
   e.through = Through::activation;
-  e.activation = activation(kind, gated, interleaved, limit, alpha, up_offset);
-  check(!gated || p.N % 2 == 0, "gate and up must have as many columns");
-  p.split = gated && !interleaved;
-  check(fits(out, p.S, gated ? p.N / 2 : p.N), "out must have a row for each row and a column for each result");
+  e.activation = f;
+  check(!f.gated || p.N % 2 == 0, "gate and up must have as many columns");
+  p.split = f.gated && !f.interleaved;
+  check(fits(out, p.S, f.gated ? p.N / 2 : p.N), "out must have a row for each row and a column for each result");
   set_out(e, out);
   add_bias(p, bias, w);
   e.pre_vector = !bias || halves_vectorizable(*bias, e.activation);
   if (pre) {
-    check(fits(*pre, p.S, p.N) && dtype(*pre) == dtype(a), "pre must have a row for each row of products, in the type of a");
+    check(fits(*pre, p.S, p.N) && dtype(*pre) == dtype(w), "pre must have a row for each row of products, in the type of w");
     e.pre = pre->data_ptr(), e.pre_stride = row_stride(*pre);
     e.pre_vector &= halves_vectorizable(*pre, e.activation);
   }
-  const bool boxes = chunked(out, 1) && chunked_if_there(bias) && chunked_if_there(pre);
-  multiply(p, a, w, offs, boxes, {}, Launch(a));
+  return chunked(out, 1) && chunked_if_there(bias) && chunked_if_there(pre);
+}
+
+void gemm_activation(const Tensor& a, const Tensor& w, const Tensor& offs, const MaybeTensor& row_assignment, int64_t top_k,
+                     bool gather, const MaybeTensor& bias, int64_t kind, bool gated, bool interleaved, double limit,
+                     double alpha, double up_offset, const MaybeTensor& pre, const Tensor& out) {
+  GemmProblem p = product(a, w, row_count(a, row_assignment), row_assignment, top_k, gather);
+  if (p.S == 0 || p.N == 0) return;
+  const Activation f = activation(kind, gated, interleaved, limit, alpha, up_offset);
+  const bool boxes = write_activated(p, w, bias, f, pre, out);
+  const Launch launch(a);
+  multiply(pick(p, a, w, boxes, launch), p, dtype(a), &offs, {}, launch);
 }
 
 void gemm_activation_grad(const Tensor& a, const Tensor& w, const Tensor& offs, const Tensor& row_assignment, int64_t top_k,
                           bool gather, const Tensor& row_weight, int64_t kind, bool gated, bool interleaved, double limit,
                           double alpha, double up_offset, const Tensor& pre, const MaybeTensor& dot,
                           const MaybeTensor& d_pre, const MaybeTensor& weighted) {
-  GemmProblem p = product(a, w, row_assignment, top_k, gather);
+  GemmProblem p = product(a, w, row_assignment.numel(), row_assignment, top_k, gather);
   if (p.S == 0 || p.N == 0) return;
   Epilogue& e = p.epilogue;
   e.through = Through::activation_grad;
@@ -363,7 +387,8 @@ void gemm_activation_grad(const Tensor& a, const Tensor& w, const Tensor& offs, 
   if (dot) e.dot = row_dots(p, *dot);
   const bool rows = p.N * int64_t(pre.element_size()) % 16 == 0;  // either half of what was activated begins at 16 bytes
   const bool boxes = rows && chunked(pre, 1) && chunked_if_there(d_pre) && chunked_if_there(weighted);
-  multiply(p, a, w, offs, boxes, {}, Launch(a));
+  const Launch launch(a);
+  multiply(pick(p, a, w, boxes, launch), p, dtype(a), &offs, {}, launch);
 }
 
 // The kernel's output rows follow its operand `a`, contiguous ones its operand `b`: the operands change places where the
@@ -452,6 +477,51 @@ void route(const Tensor& ids, int64_t num_experts, const Tensor& row_assignment,
   check(launch_route(p, scratch ? static_cast<int*>(scratch->data_ptr()) : nullptr, launch.stream));
 }
 
+// The forward of an MLP of which nothing is kept for a backward. Where both products are of narrow tiles the first one clears what
+// the second one adds to, the second one begins beside its end, and few assignments are not sorted by a launch of their own.
+void mlp(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const Tensor& ids, const Tensor& row_weight,
+         const MaybeTensor& bias_up, const MaybeTensor& bias_down, int64_t kind, bool gated, bool interleaved, double limit,
+         double alpha, double up_offset, const Tensor& h, const MaybeTensor& rows, const MaybeTensor& sums, const Tensor& out) {
+  check(ids.dim() == 2 && ids.is_contiguous(), "ids must be contiguous [T, k]");
+  const int64_t S = ids.numel(), top_k = ids.size(1);
+  GemmProblem up = product(x, w_up, S, {}, top_k, true), down = product(h, w_down, S, {}, top_k, false);
+  check(up.E == down.E, "w_up and w_down must be of as many experts");
+  if (S == 0 || down.N == 0) {
+    if (out.numel() > 0) torch::stable::zero_(*const_cast<Tensor*>(&out));
+    return;
+  }
+  const Launch launch(x);
+  const Tensor& written = rows ? *rows : sums ? *sums : out;
+  const bool boxes_down = write(down, w_down, bias_down, row_weight, {}, {}, rows ? Destination::assignment : Destination::token,
+                                written);
+  const Config& config_down = pick(down, h, w_down, boxes_down, launch);
+  const Config* config_up = nullptr;  // of no columns there is no first product
+  if (up.N > 0) {
+    const Activation f = activation(kind, gated, interleaved, limit, alpha, up_offset);
+    const bool boxes_up = write_activated(up, w_up, bias_up, f, {}, h);
+    config_up = &pick(up, x, w_up, boxes_up, launch);
+  }
+
+  const bool beside = config_up && config_up->narrow() && config_down.narrow();
+  MaybeTensor row_assignment, offs;
+  if (beside && S <= kFewRows) {
+    up.ids = down.ids = ids.data_ptr();
+    up.id_type = down.id_type = id_type(ids);
+  } else {
+    row_assignment = torch::stable::new_empty(ids, {S}, ScalarType::Int);
+    offs = torch::stable::new_empty(ids, {int64_t(up.E)}, ScalarType::Int);
+    route(ids, up.E, *row_assignment, *offs);
+    up.map = down.map = row_map(row_assignment, top_k, S);
+  }
+  const Tensor* const sorted = offs ? &*offs : nullptr;
+  const Clear clear = rows ? Clear{} : sums_of(down);
+  down.early = beside;
+  if (beside) up.clear = clear;
+  if (config_up) multiply(*config_up, up, dtype(x), sorted, {}, launch);
+  multiply(config_down, down, dtype(x), sorted, beside ? Clear{} : clear, launch);
+  if (rows || sums) sum_rows(written, rows ? top_k : 1, out);
+}
+
 // Columns as _testing.py names them.
 Tensor config_table(const Tensor&) {
   constexpr int kColumns = 9;
@@ -484,6 +554,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("gemm_activation", TORCH_BOX(&moe::gemm_activation));
   ops.impl("gemm_activation_grad", TORCH_BOX(&moe::gemm_activation_grad));
   ops.impl("gemm_combine", TORCH_BOX(&moe::gemm_combine));
+  ops.impl("mlp", TORCH_BOX(&moe::mlp));
   ops.impl("weight_grad", TORCH_BOX(&moe::weight_grad));
   ops.impl("sum_rows", TORCH_BOX(&moe::sum_rows));
   ops.impl("route", TORCH_BOX(&moe::route));

@@ -3,6 +3,7 @@
 // and only then waits for the counts of the others. Where there are more than 1023 experts it sorts by some bits of the id at a
 // time, lowest first, in two launches each.
 #include "integers.cuh"
+#include "launch.h"
 #include "start.cuh"
 
 namespace moe {
@@ -60,13 +61,6 @@ int64_t count_words(const Plan& plan) {
   return plan.blocks > 1 ? int64_t(plan.planes) * plan.blocks << (plan.bits - 1) : 0;
 }
 
-// Compared in all 64 bits, before anything is cut off.
-template <typename Id>
-__device__ __forceinline__ int key(const Id* ids, int assignment, int E) {
-  const int64_t id = ids[assignment];
-  return 0 <= id && id < E ? int(id) : E;
-}
-
 // Where an item of this thread lies in its tile: in the order of warps, then items, then lanes.
 __device__ __forceinline__ int offset_of(int item) {
   return threadIdx.x / 32 * (32 * kItems) + 32 * item + threadIdx.x % 32;
@@ -87,7 +81,7 @@ __device__ __forceinline__ void load(const RouteProblem& p, const Pass& pass, in
   }
   integers(p.ids, p.id_type, [&](const auto* ids) {
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) digit[i] = (key(ids, assignment[i], p.E) >> pass.shift) & ((1 << pass.plan.bits) - 1);
+    for (int i = 0; i < kItems; ++i) digit[i] = (expert_of(ids, assignment[i], p.E) >> pass.shift) & ((1 << pass.plan.bits) - 1);
   });
 #pragma unroll
   for (int i = 0; i < kItems; ++i) peers[i] = __ballot_sync(~0u, offset_of(i) < count);
@@ -286,7 +280,7 @@ __global__ void __launch_bounds__(kThreads) find_ends(const __grid_constant__ Ro
     int low = 0, high = p.S;
     while (low < high) {
       const int middle = low + (high - low) / 2;
-      if (key(ids, p.row_assignment[middle], p.E) <= expert) {
+      if (expert_of(ids, p.row_assignment[middle], p.E) <= expert) {
         low = middle + 1;
       } else {
         high = middle;

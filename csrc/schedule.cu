@@ -9,22 +9,12 @@
 namespace moe {
 namespace {
 
-// All blocks but the first.
-__device__ __forceinline__ void fill_with_zeros(const Clear& clear) {
-  const bool aligned = reinterpret_cast<uintptr_t>(clear.data) % 16 == 0;
-  const int64_t fours = aligned ? clear.count / 4 : 0, step = int64_t(gridDim.x - 1) * kScanThreads;
-  const int64_t first = int64_t(blockIdx.x - 1) * kScanThreads + threadIdx.x;
-#pragma unroll 4
-  for (int64_t i = first; i < fours; i += step) reinterpret_cast<float4*>(clear.data)[i] = float4{};
-  for (int64_t i = fours * 4 + first; i < clear.count; i += step) clear.data[i] = 0.f;
-}
-
 // Offsets become a running maximum within [0, S]: wrong ones may give wrong numbers, never a row outside the operands.
 __global__ void __launch_bounds__(kScanThreads)
     schedule_kernel(const int* offs, int S, int E, Tiling tiling, Clear clear, int* bounds, RowTile* tiles, int tiles_size,
                     int* tile_count, int* short_count, int* claimed) {
   let_next_launch_begin();  // which waits for the end of this one before it reads or writes anything
-  if (blockIdx.x > 0) return fill_with_zeros(clear);
+  if (blockIdx.x > 0) return fill_with_zeros<kScanThreads>(clear, blockIdx.x - 1, gridDim.x - 1);
   __shared__ int warp_totals[32];
   __shared__ int group_end[kScanThreads + 1], tiles_end[kScanThreads + 1];
   int last_end = 0, tiles_before = 0, shorts_before = 0;

@@ -38,6 +38,17 @@ inline int rows_of_tile(const GemmProblem& p) {
 
 constexpr Raster kGradRaster{1, 8};  // of a weight gradient
 
+// By `blocks` blocks of so many threads.
+template <int kThreads>
+__device__ __forceinline__ void fill_with_zeros(const Clear& clear, unsigned block, unsigned blocks) {
+  const bool aligned = reinterpret_cast<uintptr_t>(clear.data) % 16 == 0;
+  const int64_t fours = aligned ? clear.count / 4 : 0, step = int64_t(blocks) * kThreads;
+  const int64_t first = int64_t(block) * kThreads + threadIdx.x;
+#pragma unroll 4
+  for (int64_t i = first; i < fours; i += step) reinterpret_cast<float4*>(clear.data)[i] = float4{};
+  for (int64_t i = fours * 4 + first; i < clear.count; i += step) clear.data[i] = 0.f;
+}
+
 // The next tile of this launch that no block has taken: blocks start with the tile of their index and then claim one
 // after the other, so that a block with short tiles takes more of them.
 __device__ __forceinline__ int claim_tile(const Schedule& schedule) { return gridDim.x + atomicAdd(schedule.claimed, 1); }
@@ -52,12 +63,6 @@ inline int64_t max_row_tiles(int64_t S, int64_t E, int tile_rows) {
 
 // 32-bit words of scratch that build_schedule() fills: tiles (first, for their alignment), bounds and three counters.
 inline int64_t schedule_words(int64_t S, int64_t E, int tile_rows) { return 4 * max_row_tiles(S, E, tile_rows) + E + 4; }
-
-// Memory to be filled with zeros on the way.
-struct Clear {
-  float* data;
-  int64_t count;
-};
 
 // Which tiles there shall be: of up to `rows` rows (0: none), apart those of up to short_rows, and where cover_rest asks for
 // them tiles of expert -1 for the rows past the last group.

@@ -5,7 +5,10 @@
 namespace moe {
 namespace {
 
-constexpr int kThreads = 256, kColumns = 8;  // of a row are a thread's at a time
+constexpr int kThreads = 256;
+constexpr int kColumns = 8, kPart = 32 * kColumns;  // of a row are a thread's and a warp's at a time
+
+__host__ __device__ int64_t parts_of(const SumRowsProblem& p) { return (p.N + kPart - 1) / kPart; }
 
 // Neighbouring values; those at or past `valid` are 0. kVector: all are there, and may be moved at once.
 template <typename T>
@@ -38,28 +41,29 @@ __device__ __forceinline__ void add_up(float (&sum)[kColumns], const T* row, int
   }
 }
 
-// A warp takes a token at a time.
+// A warp takes 256 columns of a token at a time, of one token after the other as they lie.
 __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ SumRowsProblem p) {
+  wait_for_launch_before();
   const int lane = threadIdx.x % 32;
   const int64_t warp = (blockIdx.x * int64_t(kThreads) + threadIdx.x) / 32, warps = int64_t(gridDim.x) * (kThreads / 32);
-  for (int64_t token = warp; token < p.T; token += warps) {
-    for (int64_t column = lane * kColumns; column < p.N; column += 32 * kColumns) {
-      const int valid = int(min(p.N - column, int64_t(kColumns)));
-      float sum[kColumns] = {};
-      typed(p.rows, p.rows_type, [&](const auto* rows) {
-        const auto* first = rows + token * p.top_k * p.rows_stride + column;
-        if (p.vector && valid >= kColumns) {
-          add_up<true>(sum, first, p.rows_stride, p.top_k, kColumns);
-        } else {
-          add_up<false>(sum, first, p.rows_stride, p.top_k, valid);
-        }
-      });
-      typed(p.out, p.out_type, [&](auto* out) {
-        auto* to = out + token * p.out_stride + column;
+  const int64_t parts = parts_of(p);
+  for (int64_t part = warp; part < p.T * parts; part += warps) {
+    const int64_t token = part / parts, column = part % parts * kPart + lane * kColumns;
+    const int valid = int(max(min(p.N - column, int64_t(kColumns)), int64_t(0)));
+    float sum[kColumns] = {};
+    typed(p.rows, p.rows_type, [&](const auto* rows) {
+      const auto* first = rows + token * p.top_k * p.rows_stride + column;
+      if (p.vector && valid >= kColumns) {
+        add_up<true>(sum, first, p.rows_stride, p.top_k, kColumns);
+      } else {
+        add_up<false>(sum, first, p.rows_stride, p.top_k, valid);
+      }
+    });
+    typed(p.out, p.out_type, [&](auto* out) {
+      auto* to = out + token * p.out_stride + column;
 #pragma unroll
-        for (int i = 0; i < kColumns; i += 4) store_4(to + i, {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]}, valid - i, p.vector);
-      });
-    }
+      for (int i = 0; i < kColumns; i += 4) store_4(to + i, {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]}, valid - i, p.vector);
+    });
   }
 }
 
@@ -67,8 +71,9 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ Sum
 
 cudaError_t launch_sum_rows(const SumRowsProblem& problem, int sms, cudaStream_t stream) {
   if (problem.T == 0) return cudaSuccess;
-  const int64_t blocks = (problem.T + kThreads / 32 - 1) / (kThreads / 32), resident = int64_t(sms) * (2048 / kThreads);
-  return launch_kernel(sum_rows, unsigned(blocks < resident ? blocks : resident), kThreads, 0, false, stream, problem);
+  const int64_t parts = problem.T * parts_of(problem);
+  const int64_t blocks = (parts + kThreads / 32 - 1) / (kThreads / 32), resident = int64_t(sms) * (2048 / kThreads);
+  return launch_kernel(sum_rows, unsigned(blocks < resident ? blocks : resident), kThreads, 0, true, stream, problem);
 }
 
 }  // namespace moe

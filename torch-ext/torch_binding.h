@@ -22,6 +22,12 @@ inline constexpr const char* kSchemas[] = {
     "int kind, bool gated, bool interleaved, float limit, float alpha, float up_offset, "
     "Tensor(a!)? pre, Tensor(b!) out) -> ()",
 
+    // Both products of an MLP, of which nothing is kept for a backward: h [S, I] is between them. The rows of a token are
+    // added in slot order by way of `rows`, or else in any order by way of `sums`, unless `out` has the type of sums.
+    "mlp(Tensor x, Tensor w_up, Tensor w_down, Tensor ids, Tensor row_weight, Tensor? bias_up, Tensor? bias_down, "
+    "int kind, bool gated, bool interleaved, float limit, float alpha, float up_offset, "
+    "Tensor(a!) h, Tensor(b!)? rows, Tensor(c!)? sums, Tensor(d!) out) -> ()",
+
     // Behind the product d, the gradient to the activation: from `pre` the activation h once more, <d, h> a row, the
     // weighted gradient to `pre`, and the weighted h.
     "gemm_activation_grad(Tensor a, Tensor w, Tensor offs, Tensor row_assignment, int top_k, bool gather, "

@@ -82,10 +82,8 @@ def grouped_product(
         ops.gemm(*read, False, *terms, rows)
         return rows
     sum_dtype = accumulator_dtype(a.dtype)
-    if rows_dtype is None and torch.are_deterministic_algorithms_enabled():
-        rows_dtype = sum_dtype
-    if rows_dtype is not None and top_k > 2:
-        # Two additions to zero commute; more of them need the rows, and a sum in slot order.
+    rows_dtype = _added_in_order(rows_dtype, sum_dtype, top_k)
+    if rows_dtype is not None:
         rows = a.new_empty((num_rows, columns), dtype=rows_dtype)
         ops.gemm(*read, True, *terms, rows)
         out = a.new_empty((num_tokens, columns), dtype=out_dtype)
@@ -95,6 +93,13 @@ def grouped_product(
     ops.gemm_combine(*read, *terms, out)
     # No .to() that returns out itself: torch 2.11's compiler takes that for a second result and loses the gradient.
     return out if out.dtype is out_dtype else out.to(out_dtype)
+
+
+def _added_in_order(rows_dtype, sum_dtype, top_k):
+    """The dtype of rows that are stored and added in slot order; None: they are added at once."""
+    if top_k <= 2:  # two additions to zero commute
+        return None
+    return sum_dtype if rows_dtype is None and torch.are_deterministic_algorithms_enabled() else rows_dtype
 
 
 def _row_gradients(dy, x, w, row_weight, bias, routing, gather, combine, need_x, need_row_weight):
@@ -228,11 +233,18 @@ class ActivatedProduct(torch.autograd.Function):
         return dx, dw, d_bias, *[None] * 6
 
 
-def expert_mlp(x, w_up, w_down, row_weight, bias_up, bias_down, routing, form, out_dtype, combine, store):
-    """The result of `ExpertMLP` and, to `store` for its backward, what the activation is taken of."""
-    pre, h = activated(x, w_up, bias_up, routing, form, x.dtype, store)
-    terms = {"row_weight": row_weight, "bias": bias_down, "rows_dtype": _rows_dtype(combine, x.dtype, out_dtype)}
-    return pre, grouped_product(h, w_down, routing, False, True, out_dtype, **terms)
+def expert_mlp(x, w_up, w_down, row_weight, bias_up, bias_down, expert_ids, form, out_dtype, combine):
+    """What `ExpertMLP` returns, where nothing is kept for a backward."""
+    (num_tokens, top_k), columns = expert_ids.shape, w_down.shape[1]
+    num_rows, sum_dtype = num_tokens * top_k, accumulator_dtype(x.dtype)
+    rows_dtype = _added_in_order(_rows_dtype(combine, x.dtype, out_dtype), sum_dtype, top_k)
+    h = x.new_empty((num_rows, w_down.shape[2]))
+    rows = None if rows_dtype is None else x.new_empty((num_rows, columns), dtype=rows_dtype)
+    out = x.new_empty((num_tokens, columns), dtype=out_dtype)
+    sums = x.new_empty(out.shape, dtype=sum_dtype) if rows is None and out_dtype is not sum_dtype else None
+    read = x, w_up, w_down, expert_ids.contiguous(), row_weight, bias_up, bias_down
+    ops.mlp(*read, *form, h, rows, sums, out)
+    return out
 
 
 class ExpertMLP(torch.autograd.Function):
@@ -244,10 +256,11 @@ class ExpertMLP(torch.autograd.Function):
         combine, buffers,
     ):  # fmt: skip
         routing = Routing(row_assignment, offs, top_k, num_tokens)
-        pre, y = expert_mlp(x, w_up, w_down, row_weight, bias_up, bias_down, routing, form, out_dtype, combine, True)
+        pre, h = activated(x, w_up, bias_up, routing, form, x.dtype, True)
         ctx.save_for_backward(pre, x, w_up, w_down, row_weight, bias_up, bias_down, row_assignment, offs)
         ctx.options = top_k, num_tokens, form, combine, buffers
-        return y
+        terms = {"row_weight": row_weight, "bias": bias_down, "rows_dtype": _rows_dtype(combine, x.dtype, out_dtype)}
+        return grouped_product(h, w_down, routing, False, True, out_dtype, **terms)
 
     @staticmethod
     def backward(ctx, dy):

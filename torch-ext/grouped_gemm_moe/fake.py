@@ -20,6 +20,7 @@ for _op in (
     "gemm_activation_grad",
     "gemm_combine",
     "group_ends",
+    "mlp",
     "route",
     "sum_rows",
     "weight_grad",

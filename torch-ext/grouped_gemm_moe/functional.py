@@ -290,9 +290,9 @@ def moe_mlp(
         unit_rows(x), unit_matrices(w_up), unit_matrices(w_down), _row_weight(topk_weights, x),
         _contiguous(bias_up), _contiguous(bias_down),
     )  # fmt: skip
-    routing = sort_by_expert(expert_ids, sizes["E"])
     if not _records(*read):
-        return expert_mlp(*read, routing, form, out_dtype, combine, False)[1]
+        return expert_mlp(*read, expert_ids, form, out_dtype, combine)
+    routing = sort_by_expert(expert_ids, sizes["E"])
     return ExpertMLP.apply(*read, *routing, form, out_dtype, combine, tuple(weight_grads))
 
 

@@ -148,6 +148,22 @@ def gemm_activation(a, w, offs, row_assignment, top_k, gather, bias, *form_pre_o
 
 
 @_cpu_kernel
+def mlp(x, w_up, w_down, ids, row_weight, bias_up, bias_down, *form_h_rows_sums_out):
+    *form, h, rows, sums, out = form_h_rows_sums_out
+    row_assignment, offs = (ids.new_empty(size, dtype=torch.int32) for size in (ids.numel(), w_up.shape[0]))
+    route(ids, w_up.shape[0], row_assignment, offs)
+    top_k = ids.shape[1]
+    gemm_activation(x, w_up, offs, row_assignment, top_k, True, bias_up, *form, None, h)
+    read = h, w_down, offs, row_assignment, top_k, False
+    if rows is not None:
+        gemm(*read, True, bias_down, row_weight, None, None, rows)
+        return sum_rows(rows, top_k, out)
+    gemm_combine(*read, bias_down, row_weight, None, None, out if sums is None else sums)
+    if sums is not None:
+        out.copy_(sums)
+
+
+@_cpu_kernel
 def gemm_activation_grad(a, w, offs, row_assignment, top_k, gather, row_weight, *form_pre_results):
     *form, pre, dot, d_pre, weighted = form_pre_results
     _clear(d_pre, weighted)

@@ -32,7 +32,7 @@ class Rows:
         self.x, self.W, ids, weights = oracle.make(T, K, N, E, k, dtype, device, distribution)
         self.dy = oracle.make(T, N, 1, 1, 1, dtype, device, seed=1).x
         self.bias = oracle.make(E, N, 1, 1, 1, dtype, device, seed=2).x
-        self.weights = weights.flatten()
+        self.ids, self.weights = ids, weights.flatten()
         self.order, self.expert = oracle.expert_order(ids, E)
         self.row_assignment = self.order.int()
         self.offs = torch.bincount(self.expert, minlength=E + 1)[:E].cumsum(0).int()
@@ -186,6 +186,31 @@ def test_gemm_activation(ops, setting, form):
                     oracle.assert_close(pre, z, tolerance(rows, pre), rows.expert)
                 else:
                     assert pre.isnan().all()
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int8, torch.int64], ids=str)
+@pytest.mark.parametrize("T, k, E", [(1, 1, 5), (9, 5, 300), (42, 3, 5), (43, 3, 5), (64, 2, 2)], ids=str)
+def test_mlp(ops, setting, T, k, E, id_dtype):
+    """Up to 128 assignments, which narrow tiles sort by themselves, and more; each way to add the rows of a token."""
+    if id_dtype is torch.int8 and E > 127:
+        pytest.skip("such ids are not of int8")
+    H, inner, form, dtype, device = 72, 104, oracle.Form(), setting.dtype, setting.device
+    up, down = Rows(T, H, 2 * inner, E, k, dtype, device), Rows(T, inner, H, E, k, dtype, device)
+    ids = torch.where(oracle.is_live(up.ids, E), up.ids, -1).to(id_dtype)
+    z, _ = up.product(True, False)
+    h = oracle.through_experts(form(z).to(dtype), down.W, up.expert, down.bias) * up.weights[up.order].double()[:, None]
+    want = torch.zeros(T, H, dtype=torch.float64, device=device).index_add_(0, up.token, h)
+    read = up.x, up.W, down.W, ids, up.weights, up.bias, down.bias, *form_arguments(form)
+    for out, by_rows in ((dtype, False), (up.wide, False), (dtype, True)):
+        with (
+            fenced(up.S, inner, dtype=dtype, device=device) as between,
+            fenced(up.S, H, dtype=up.wide, device=device) as rows,
+            fenced(T, H, dtype=up.wide, device=device) as sums,
+            fenced(T, H, dtype=out, device=device) as result,
+        ):
+            sums = None if by_rows or out == up.wide else sums
+            ops.mlp(*read, between, rows if by_rows else None, sums, result)
+            oracle.assert_close(result, want, 2 * tolerance(up, between))  # the activation is rounded, then the result
 
 
 @pytest.mark.parametrize("form", oracle.FORMS, ids=str)
@@ -409,6 +434,12 @@ def samples(name, device):
                 for i in range(3):
                     one = [result if i == j else None for j, result in enumerate(results)]
                     yield strided, W, *index, True, rows.weights, *of, pre, *one
+            case "mlp":
+                ids = oracle.make_ids(T, 3, 2, distribution, torch.Generator(device).manual_seed(0))
+                down, of = oracle.make(1, 12, 16, 3, 1, dtype, device).W, form_arguments(oracle.Form())
+                given, h = (ids, rows.weights), new(rows.S, 12, dtype=dtype)
+                yield rows.x, rows.W, down, *given, None, None, *of, h, None, new(T, 16), new(T, 16, dtype=dtype)
+                yield strided, W, down, *given, rows.bias, None, *of, h, new(rows.S, 16), None, new(T, 16)
             case "weight_grad":
                 yield rows.x, rows.dy, *index, True, True, rows.weights, False, new(3, 24, 16, dtype=dtype)
                 yield strided, rows.dy, *index, True, True, None, True, new(3, 16, 24).transpose(1, 2)
@@ -431,6 +462,7 @@ def samples(name, device):
         "gemm_activation",
         "gemm_activation_grad",
         "gemm_combine",
+        "mlp",
         "weight_grad",
         "sum_rows",
         "route",

@@ -371,6 +371,23 @@ def test_nothing_is_kept_without_gradients(kernel, ops, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "T, wanted",
+    [
+        (16, ["narrow", "narrow", "sum_rows"]),
+        (17, ["place", "narrow", "narrow", "sum_rows"]),
+        (300, ["count", "place", "schedule", "gemm", "schedule", "gemm", "sum_rows"]),
+    ],
+    ids=str,
+)
+def test_few_tokens_take_few_launches(kernel, T, wanted):
+    """Without gradients 128 assignments need no sort of their own, and few tokens a product no schedule."""
+    problem = make(None, T, 64, 64, 16, 8, torch.bfloat16, "cuda", extra="")
+    found = problems.launches(lambda: problem.call(kernel, **problem.tensors))
+    assert len(found) == len(wanted) and all(name in launch for name, launch in zip(wanted, found, strict=True)), found
+
+
+@pytest.mark.gpu
 def test_allocates_no_more_rows(kernel):
     """Without a gradient the forward stores the activation and the sums; nothing else of S rows."""
     T, H, inner, E, k = 4096, 1024, 512, 16, 4

@@ -327,8 +327,11 @@ def run_case(kernel, case):
         dy = placed(problem.incoming(y), layouts["dy"])
         asked = {name: leaf for name, leaf in leaves.items() if name not in buffers}
         gradients = torch.autograd.grad(y, list(asked.values()), dy)
-    assert y.dtype == options.get("out_dtype", y.dtype)
-    problem.check_result(y, cancels=True)
+        with torch.no_grad():
+            without = problem.call(kernel, **leaves, **options)
+    assert y.dtype == without.dtype == options.get("out_dtype", y.dtype)
+    for result in y, without:
+        problem.check_result(result, cancels=True)
     problem.check_gradients(dict(zip(asked, gradients, strict=True)), dy, cancels=True)
     wanted = problem.gradients(dy, cancels=True) if buffers else {}
     for name, buffer in buffers.items():

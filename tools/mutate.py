@@ -229,7 +229,7 @@ MUTATIONS = (
     Mutation(
         "route-clamped-id",
         "a negative id is taken for the first expert",
-        "route.cu",
+        "integers.cuh",
         "return 0 <= id && id < E ? int(id) : E;",
         "return id < E ? max(int(id), 0) : E;",
         ("test_routing.py::test_any_distribution_over_experts", "test_routing.py::test_no_id_wraps_around"),
@@ -237,7 +237,7 @@ MUTATIONS = (
     Mutation(
         "route-32-bit-id",
         "ids are cut to 32 bits before they are compared",
-        "route.cu",
+        "integers.cuh",
         "const int64_t id = ids[assignment];",
         "const int id = int(ids[assignment]);",
         ("test_routing.py::test_no_id_wraps_around",),
@@ -254,8 +254,8 @@ MUTATIONS = (
         "route-ends",
         "experts end before their rows where there are more than 1023 of them",
         "route.cu",
-        "if (key(ids, p.row_assignment[middle], p.E) <= expert) {",
-        "if (key(ids, p.row_assignment[middle], p.E) < expert) {",
+        "if (expert_of(ids, p.row_assignment[middle], p.E) <= expert) {",
+        "if (expert_of(ids, p.row_assignment[middle], p.E) < expert) {",
         ("test_routing.py::test_any_dtype_and_number_of_experts",),
     ),
     Mutation(

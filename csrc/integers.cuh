@@ -20,7 +20,7 @@ __device__ __forceinline__ void integers(const void* data, IdType type, Use use)
 // The expert of an assignment, or E for ids that are none's. Compared in all 64 bits, before anything is cut off.
 template <typename Id>
 __device__ __forceinline__ int expert_of(const Id* ids, int assignment, int E) {
-  const int64_t id = ids[assignment];
+  const int64_t id = __ldcg(ids + assignment);  // a kernel that begins early may not go by an L1 of the time before
   return 0 <= id && id < E ? int(id) : E;
 }
 

@@ -38,7 +38,7 @@ __device__ __forceinline__ void find_groups(const GemmProblem& p, int tile_rows,
   for (int first = 0; first < p.E; first += kThreads) {
     const int expert = first + threadIdx.x;
     const bool own = expert < p.E;
-    const int given = own ? min(max(p.offs[expert], 0), p.S) : 0;
+    const int given = own ? min(max(__ldcg(p.offs + expert), 0), p.S) : 0;
     const int highest = block_scan(given, Max{}, warp_totals);
     const int end = max(highest, int(groups.row[first]));
     if (own) groups.row[expert + 1] = end;
@@ -132,7 +132,11 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
   // Zeros for rows of no expert take one.
   const auto stages_of = [&](int expert) { return expert >= 0 ? max(pieces(p.K, kTileK), 1) : 1; };
   int* const scratch = reinterpret_cast<int*>(staged);
-  p.ids ? find_tiles<kThreads>(p, kRows, few, scratch) : find_groups<kThreads>(p, kRows, groups, scratch);
+  if (p.ids) {
+    find_tiles<kThreads>(p, kRows, few, scratch);
+  } else {
+    find_groups<kThreads>(p, kRows, groups, scratch);
+  }
   const auto side_by_side = [&](int columns) { return p.split ? columns / 2 : columns; };
 
   // The tile that comes next (group -1: there are no more), and the assignments of this thread's rows of it.
@@ -220,7 +224,7 @@ __global__ void __launch_bounds__(Multiply::kThreads, Multiply::kConfig.blocks_p
     const bool turns = at == stages && rows >= 0;
     if (turns) turn_to_next();
     bring_weights();
-    if (first) {
+    if (first) {  // in this order: when the next launch begins, all before this one has ended
       wait_for_launch_before();
       let_next_launch_begin();
     }

@@ -110,7 +110,7 @@ struct GemmProblem {
   const void* ids;  // [S], of few assignments, instead of offs and a map of rows; or null
   IdType id_type;
   int groups;   // E, or one more where the rows past the last expert's are written too
-  bool early;   // the launch before writes neither ids nor w: they may be read before it has ended
+  bool early;   // the launch before waits for what wrote ids, offs and w, then lets this one begin, which may read them at once
   Clear clear;  // what a product behind this one adds to
   Rows a;
   RowMap map;

@@ -253,6 +253,7 @@ void multiply(const Config& config, GemmProblem& p, DType type, const Tensor* of
     p.groups = p.E + cover_rest;
     if (clear.count) check(cudaMemsetAsync(clear.data, 0, clear.count * sizeof(float), launch.stream));
   } else {
+    check(offs && !p.early && !p.clear.count, "only narrow tiles begin early, clear, or do without offs");
     tiles = schedule(*offs, p.S, p.E, {kTile, config.short_rows(), cover_rest}, clear, launch);
     p.schedule = tiles.schedule;
   }

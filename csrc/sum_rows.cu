@@ -46,9 +46,9 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ Sum
   wait_for_launch_before();
   const int lane = threadIdx.x % 32;
   const int64_t warp = (blockIdx.x * int64_t(kThreads) + threadIdx.x) / 32, warps = int64_t(gridDim.x) * (kThreads / 32);
-  const int64_t parts = parts_of(p);
-  for (int64_t part = warp; part < p.T * parts; part += warps) {
-    const int64_t token = part / parts, column = part % parts * kPart + lane * kColumns;
+  const int64_t parts = parts_of(p), more_tokens = warps / parts, more_parts = warps % parts;  // divided once
+  for (int64_t token = warp / parts, part = warp % parts; token < p.T;) {
+    const int64_t column = part * kPart + lane * kColumns;
     const int valid = int(max(min(p.N - column, int64_t(kColumns)), int64_t(0)));
     float sum[kColumns] = {};
     typed(p.rows, p.rows_type, [&](const auto* rows) {
@@ -64,13 +64,15 @@ __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ Sum
 #pragma unroll
       for (int i = 0; i < kColumns; i += 4) store_4(to + i, {sum[i], sum[i + 1], sum[i + 2], sum[i + 3]}, valid - i, p.vector);
     });
+    token += more_tokens, part += more_parts;
+    if (part >= parts) ++token, part -= parts;
   }
 }
 
 }  // namespace
 
 cudaError_t launch_sum_rows(const SumRowsProblem& problem, int sms, cudaStream_t stream) {
-  if (problem.T == 0) return cudaSuccess;
+  if (problem.T == 0 || problem.N == 0) return cudaSuccess;
   const int64_t parts = problem.T * parts_of(problem);
   const int64_t blocks = (parts + kThreads / 32 - 1) / (kThreads / 32), resident = int64_t(sms) * (2048 / kThreads);
   return launch_kernel(sum_rows, unsigned(blocks < resident ? blocks : resident), kThreads, 0, true, stream, problem);

@@ -83,8 +83,11 @@ def test_any_distribution_over_experts(kernel, setting, distribution):
 def test_no_features(kernel, place, H, inner):
     """Sums of nothing are 0, and what is behind the bias is not."""
     for form in (Form(), Form("gelu", gated=False)):
-        problem = make(form, 6, H, inner, 3, 2, place.dtype, place.device)
-        problems.check(kernel, problem)
+        for k, options in ((2, {}), (3, {}), (3, {"combine": "ordered"})):
+            problem = make(form, 6, H, inner, 3, k, place.dtype, place.device)
+            problems.check(kernel, problem, **options)
+            with torch.no_grad():
+                problem.check_result(problem.call(kernel, **problem.tensors, **options))
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -238,8 +238,8 @@ MUTATIONS = (
         "route-32-bit-id",
         "ids are cut to 32 bits before they are compared",
         "integers.cuh",
-        "const int64_t id = ids[assignment];",
-        "const int id = int(ids[assignment]);",
+        "const int64_t id = __ldcg(ids + assignment);",
+        "const int id = int(__ldcg(ids + assignment));",
         ("test_routing.py::test_no_id_wraps_around",),
     ),
     Mutation(

@@ -97,9 +97,9 @@ def grouped_product(
 
 def _added_in_order(rows_dtype, sum_dtype, top_k):
     """The dtype of rows that are stored and added in slot order; None: they are added at once."""
-    if top_k <= 2:  # two additions to zero commute
-        return None
-    return sum_dtype if rows_dtype is None and torch.are_deterministic_algorithms_enabled() else rows_dtype
+    if rows_dtype is None and torch.are_deterministic_algorithms_enabled():
+        rows_dtype = sum_dtype
+    return None if rows_dtype is None or top_k <= 2 else rows_dtype  # two additions to zero commute
 
 
 def _row_gradients(dy, x, w, row_weight, bias, routing, gather, combine, need_x, need_row_weight):

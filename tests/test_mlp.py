@@ -373,6 +373,50 @@ def test_nothing_is_kept_without_gradients(kernel, ops, device):
     assert calls.names() == ["mlp"]
 
 
+@pytest.mark.parametrize("T", [40, 60])
+@pytest.mark.parametrize("H, inner", [(72, 104), (72, 100), (76, 104)], ids=["both", "first", "second"])
+def test_without_gradients_where_rows_of_16_bytes_are_those_of(kernel, place, H, inner, T):
+    """Both products, or one of them: the other one takes other tiles, and neither relies on what the other one does."""
+    problem = make(None, T, H, inner, 5, 3, place.dtype, place.device, "skipped")
+    with torch.no_grad():
+        for _ in range(2):
+            problem.check_result(problem.call(kernel, **problem.tensors))
+
+
+def test_no_id_wraps_around_among_few(kernel, device):
+    """Of 512 experts, whose numbers the wide ids have in their lower bits."""
+    problem = make(None, 16, 24, 20, 512, 7, device=device)
+    x, w_up, w_down, weights, *_ = problem.tensors.values()
+    ids = torch.randint(0, 512, (16, 7), device=device)
+    wide = torch.tensor([2**32, 2**32 + 1, 2**63 - 512, -(2**63), -(2**32) + 5], device=device)
+    none = torch.where(torch.arange(7, device=device) < len(wide), -1, ids)
+    ids[:, : len(wide)] = wide
+    assert torch.equal(*(kernel.moe_mlp(x, w_up, w_down, given, weights, combine="ordered") for given in (ids, none)))
+
+
+@pytest.mark.gpu
+def test_ids_that_were_written_just_before(kernel):
+    """Many calls one behind the other, each with ids that the launch before has made, in a graph too."""
+    problem = make(None, 16, 64, 48, 5, 8, torch.bfloat16, "cuda", extra="")
+    x, w_up, w_down, weights, *_ = problem.tensors.values()
+    drawn = torch.randint(-1, 6, (100, 16, 8), device="cuda")
+
+    def calls():
+        ids = torch.empty_like(drawn[0])
+        return [kernel.moe_mlp(x, w_up, w_down, ids.copy_(given), weights, combine="ordered") for given in drawn]
+
+    with torch.no_grad():
+        want = [kernel.moe_mlp(x, w_up, w_down, given.clone(), weights, combine="ordered") for given in drawn]
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, calls(), want))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = calls()
+        for _ in range(3):
+            graph.replay()
+            assert all(map(torch.equal, found, want))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "T, wanted",

@@ -218,6 +218,31 @@ MUTATIONS = (
         (OPS_GEMM, "test_ops.py::test_gemm_combine"),
     ),
     Mutation(
+        "narrow-clear",
+        "the sums of an MLP are not cleared",
+        "narrow.cuh",
+        "fill_with_zeros<kThreads>(p.clear,",
+        "fill_with_zeros<kThreads>(Clear{},",
+        ("test_ops.py::test_mlp",),
+    ),
+    Mutation(
+        "narrow-early-rows",
+        "the second product of an MLP does not wait for the first one",
+        "narrow.cuh",
+        "    if (first) {  // in this order: when the next launch begins, all before this one has ended\n"
+        "      wait_for_launch_before();\n",
+        "    if (first) {\n",
+        ("test_ops.py::test_mlp", "test_mlp.py::test_ids_that_were_written_just_before"),
+    ),
+    Mutation(
+        "narrow-order-of-equal-ids",
+        "assignments of an expert that sort themselves are one place too far on",
+        "narrow.cuh",
+        "before += groups[other] == group && other < assignment;",
+        "before += groups[other] == group && other <= assignment;",
+        ("test_ops.py::test_mlp",),
+    ),
+    Mutation(
         "narrow-tiles-before",
         "experts past the first 128 forget the tiles of those before them",
         "narrow.cuh",

@@ -17,8 +17,8 @@ def medians_ms(
     """The median time of each candidate in milliseconds, over as many rounds as the budget allows, five at least.
 
     A candidate must have run before, so that nothing is compiled or loaded here. On a GPU the times are those of the
-    device: before each run it pauses, so that the host gets ahead however long the candidate before kept it, and the L2
-    cache is overwritten.
+    device: before each run it pauses, so that the host gets ahead however long the candidate before kept it, and reads
+    other memory through the L2 cache. It does not write there: the run would have to wait for these writes to leave.
     """
     one_round = _GpuRound(candidates) if device == "cuda" else _CpuRound(candidates)
     one_round()
@@ -40,14 +40,15 @@ class _GpuRound:
     def __init__(self, candidates):
         self.candidates = candidates
         l2_bytes = torch.cuda.get_device_properties().L2_cache_size
-        self.flush = torch.empty(4 * l2_bytes, dtype=torch.int8, device="cuda")
+        self.other_memory = torch.zeros(4 * l2_bytes // 4, device="cuda")
+        self.sum = torch.zeros((), device="cuda")
 
     def __call__(self):
         events = {}
         for name, run in self.candidates.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(LEAD_CYCLES)
-            self.flush.zero_()
+            torch.sum(self.other_memory, 0, out=self.sum)
             start.record()
             run()
             end.record()

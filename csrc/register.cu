@@ -79,7 +79,7 @@ struct Launch {
 std::atomic<uint64_t> forced_configs{0};
 std::atomic<int> forced_blocks{INT_MAX};
 
-const Config& choose(const Call& call, const Launch& launch) {
+const Config& config_of(const Call& call, const Launch& launch) {
   const int index = pick_config(call, launch.gpu, forced_configs.load());
   check(index >= 0, "this GPU has too little shared memory");
   return kConfigs[index];
@@ -184,7 +184,8 @@ void run(const Config& config, DType type, const Problem& problem, const Launch&
 }
 
 // The operands of a product of S rows. Without rows or columns there is nothing to launch, and nothing else is looked at.
-GemmProblem product(const Tensor& a, const Tensor& w, int64_t S, const MaybeTensor& row_assignment, int64_t top_k, bool gather) {
+GemmProblem product(const Tensor& a, const Tensor& w, int64_t S, const MaybeTensor& row_assignment, int64_t top_k,
+                    bool gather) {
   check(w.dim() == 3 && dtype(a) == dtype(w), "w must be [E, N, K] in the type of a");
   GemmProblem p{};
   p.E = size(w, 0), p.N = size(w, 1), p.K = size(w, 2);
@@ -231,7 +232,7 @@ int64_t row_count(const Tensor& a, const MaybeTensor& row_assignment) {
 }
 
 // boxed_too: whether 16 bytes of all other matrices may be moved at once.
-const Config& pick(const GemmProblem& p, const Tensor& a, const Tensor& w, bool boxed_too, const Launch& launch) {
+const Config& gemm_config(const GemmProblem& p, const Tensor& a, const Tensor& w, bool boxed_too, const Launch& launch) {
   // Where gate and up lie side by side in memory, the halves that are brought apart have to begin at 16 bytes too.
   const bool halves = !p.split || p.w_major == Major::k || p.N / 2 * int64_t(w.element_size()) % 16 == 0;
   const bool aligned = chunked(a, 1) && chunked(w, p.w_major == Major::k ? 2 : 1) && halves;
@@ -239,7 +240,7 @@ const Config& pick(const GemmProblem& p, const Tensor& a, const Tensor& w, bool 
   const Epilogue& e = p.epilogue;
   const bool plain = e.out && !e.dot_with && e.through != Through::activation_grad && p.E <= kNarrowExperts &&
                      p.S <= kNarrowRows;
-  return choose({Op::gemm, dtype(a), aligned, boxes, plain, p.w_major == Major::k, rows_of_tile(p)}, launch);
+  return config_of({Op::gemm, dtype(a), aligned, boxes, plain, p.w_major == Major::k, rows_of_tile(p)}, launch);
 }
 
 // Without offs narrow tiles find their rows among p.ids. clear: what the product itself adds to.
@@ -264,8 +265,8 @@ void multiply(const Config& config, GemmProblem& p, DType type, const Tensor* of
 }
 
 // What becomes of the products; whether 16 bytes of its matrices may be moved at once.
-bool write(GemmProblem& p, const Tensor& w, const MaybeTensor& bias, const MaybeTensor& row_weight, const MaybeTensor& dot_with,
-           const MaybeTensor& dot, Destination destination, const MaybeTensor& out) {
+bool set_results(GemmProblem& p, const Tensor& w, const MaybeTensor& bias, const MaybeTensor& row_weight,
+                 const MaybeTensor& dot_with, const MaybeTensor& dot, Destination destination, const MaybeTensor& out) {
   Epilogue& e = p.epilogue;
   const bool combine = destination == Destination::token;
   const int64_t tokens = p.S / p.map.top_k, targets = combine ? tokens : p.S;
@@ -302,9 +303,9 @@ void grouped_product(const Tensor& a, const Tensor& w, const Tensor& offs, const
     if (combine && out->numel() > 0) torch::stable::zero_(*const_cast<Tensor*>(&*out));
     return;
   }
-  const bool boxes = write(p, w, bias, row_weight, dot_with, dot, destination, out);
+  const bool boxes = set_results(p, w, bias, row_weight, dot_with, dot, destination, out);
   const Launch launch(a);
-  multiply(pick(p, a, w, boxes, launch), p, dtype(a), &offs, combine ? sums_of(p) : Clear{}, launch);
+  multiply(gemm_config(p, a, w, boxes, launch), p, dtype(a), &offs, combine ? sums_of(p) : Clear{}, launch);
 }
 
 void gemm(const Tensor& a, const Tensor& w, const Tensor& offs, const MaybeTensor& row_assignment, int64_t top_k,
@@ -330,9 +331,9 @@ bool halves_vectorizable(const Tensor& tensor, const Activation& f) {
   return vectorizable(tensor, 1) && (!f.gated || f.interleaved || tensor.size(1) % 8 == 0);
 }
 
-// What becomes of products that are activated, as write().
-bool write_activated(GemmProblem& p, const Tensor& w, const MaybeTensor& bias, const Activation& f, const MaybeTensor& pre,
-                     const Tensor& out) {
+// What becomes of products that are activated, as set_results().
+bool set_activated_results(GemmProblem& p, const Tensor& w, const MaybeTensor& bias, const Activation& f,
+                           const MaybeTensor& pre, const Tensor& out) {
   Epilogue& e = p.epilogue;
   e.through = Through::activation;
   e.activation = f;
@@ -356,9 +357,9 @@ void gemm_activation(const Tensor& a, const Tensor& w, const Tensor& offs, const
   GemmProblem p = product(a, w, row_count(a, row_assignment), row_assignment, top_k, gather);
   if (p.S == 0 || p.N == 0) return;
   const Activation f = activation(kind, gated, interleaved, limit, alpha, up_offset);
-  const bool boxes = write_activated(p, w, bias, f, pre, out);
+  const bool boxes = set_activated_results(p, w, bias, f, pre, out);
   const Launch launch(a);
-  multiply(pick(p, a, w, boxes, launch), p, dtype(a), &offs, {}, launch);
+  multiply(gemm_config(p, a, w, boxes, launch), p, dtype(a), &offs, {}, launch);
 }
 
 void gemm_activation_grad(const Tensor& a, const Tensor& w, const Tensor& offs, const Tensor& row_assignment, int64_t top_k,
@@ -389,7 +390,7 @@ void gemm_activation_grad(const Tensor& a, const Tensor& w, const Tensor& offs, 
   const bool rows = p.N * int64_t(pre.element_size()) % 16 == 0;  // either half of what was activated begins at 16 bytes
   const bool boxes = rows && chunked(pre, 1) && chunked_if_there(d_pre) && chunked_if_there(weighted);
   const Launch launch(a);
-  multiply(pick(p, a, w, boxes, launch), p, dtype(a), &offs, {}, launch);
+  multiply(gemm_config(p, a, w, boxes, launch), p, dtype(a), &offs, {}, launch);
 }
 
 // The kernel's output rows follow its operand `a`, contiguous ones its operand `b`: the operands change places where the
@@ -423,16 +424,15 @@ void weight_grad(const Tensor& x, const Tensor& dy, const Tensor& offs, const Ma
   const bool aligned = chunked(x, 1) && chunked(dy, 1);
   const bool narrow = p.out_type == dtype(x) || p.out_type == DType::float32;
   const bool boxes = narrow && chunked(out, transposed ? 1 : 2) && boxed(out);
-  const Config& config = choose({Op::weight_grad, dtype(x), aligned, boxes}, launch);
+  const Config& config = config_of({Op::weight_grad, dtype(x), aligned, boxes}, launch);
   const Tiles tiles = schedule(offs, int(S), p.E, {}, {}, launch);
   p.schedule = tiles.schedule;
   run(config, dtype(x), p, launch);
 }
 
-void sum_rows(const Tensor& from, int64_t top_k, const Tensor& out) {
+void sum_rows(const Tensor& from, int64_t top_k, const Tensor& out, const Launch& launch) {
   check(from.dim() == 2 && out.dim() == 2 && from.size(1) == out.size(1) && from.size(0) == out.size(0) * top_k,
         "rows must be [T * top_k, N] and out [T, N]");
-  const Launch launch(out);
   SumRowsProblem p{};
   p.T = out.size(0), p.N = out.size(1), p.top_k = int(top_k);
   p.rows = from.data_ptr(), p.rows_stride = row_stride(from), p.rows_type = dtype(from);
@@ -440,6 +440,8 @@ void sum_rows(const Tensor& from, int64_t top_k, const Tensor& out) {
   p.vector = vectorizable(from, 1) && vectorizable(out, 1);
   check(launch_sum_rows(p, launch.sms, launch.stream));
 }
+
+void sum_rows_op(const Tensor& from, int64_t top_k, const Tensor& out) { sum_rows(from, top_k, out, Launch(out)); }
 
 IdType id_type(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -460,14 +462,13 @@ void group_ends(const Tensor& sizes, const Tensor& offs) {
   check(launch_group_ends(sizes.data_ptr(), id_type(sizes), int(E), static_cast<int*>(offs.data_ptr()), launch.stream));
 }
 
-void route(const Tensor& ids, int64_t num_experts, const Tensor& row_assignment, const Tensor& offs) {
+void route(const Tensor& ids, int64_t num_experts, const Tensor& row_assignment, const Tensor& offs, const Launch& launch) {
   const int64_t S = ids.numel();
   check(S <= INT_MAX, "no more than 2^31 - 1 rows");
   check(1 <= num_experts && num_experts <= INT_MAX, "num_experts must be at least 1 and less than 2^31");
   check(ids.is_contiguous(), "ids must be contiguous");
   check(flat(row_assignment, ScalarType::Int, S) && flat(offs, ScalarType::Int, num_experts),
         "row_assignment must be int32 [S] and offs int32 [E]");
-  const Launch launch(ids);
   RouteProblem p{};
   p.S = int(S), p.E = int(num_experts);
   p.ids = ids.data_ptr(), p.id_type = id_type(ids);
@@ -478,8 +479,13 @@ void route(const Tensor& ids, int64_t num_experts, const Tensor& row_assignment,
   check(launch_route(p, scratch ? static_cast<int*>(scratch->data_ptr()) : nullptr, launch.stream));
 }
 
-// The forward of an MLP of which nothing is kept for a backward. Where both products are of narrow tiles the first one clears what
-// the second one adds to, the second one begins beside its end, and few assignments are not sorted by a launch of their own.
+void route_op(const Tensor& ids, int64_t num_experts, const Tensor& row_assignment, const Tensor& offs) {
+  route(ids, num_experts, row_assignment, offs, Launch(ids));
+}
+
+// The forward of an MLP of which nothing is kept for a backward. Where both products are of narrow tiles the first one clears
+// what the second one adds to, the second one begins beside its end, and few assignments are not sorted by a launch of their
+// own.
 void mlp(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const Tensor& ids, const Tensor& row_weight,
          const MaybeTensor& bias_up, const MaybeTensor& bias_down, int64_t kind, bool gated, bool interleaved, double limit,
          double alpha, double up_offset, const Tensor& h, const MaybeTensor& rows, const MaybeTensor& sums, const Tensor& out) {
@@ -493,14 +499,14 @@ void mlp(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const Tensor
   }
   const Launch launch(x);
   const Tensor& written = rows ? *rows : sums ? *sums : out;
-  const bool boxes_down = write(down, w_down, bias_down, row_weight, {}, {}, rows ? Destination::assignment : Destination::token,
-                                written);
-  const Config& config_down = pick(down, h, w_down, boxes_down, launch);
+  const Destination destination = rows ? Destination::assignment : Destination::token;
+  const bool boxes_down = set_results(down, w_down, bias_down, row_weight, {}, {}, destination, written);
+  const Config& config_down = gemm_config(down, h, w_down, boxes_down, launch);
   const Config* config_up = nullptr;  // of no columns there is no first product
   if (up.N > 0) {
     const Activation f = activation(kind, gated, interleaved, limit, alpha, up_offset);
-    const bool boxes_up = write_activated(up, w_up, bias_up, f, {}, h);
-    config_up = &pick(up, x, w_up, boxes_up, launch);
+    const bool boxes_up = set_activated_results(up, w_up, bias_up, f, {}, h);
+    config_up = &gemm_config(up, x, w_up, boxes_up, launch);
   }
 
   const bool beside = config_up && config_up->narrow() && config_down.narrow();
@@ -511,7 +517,7 @@ void mlp(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const Tensor
   } else {
     row_assignment = torch::stable::new_empty(ids, {S}, ScalarType::Int);
     offs = torch::stable::new_empty(ids, {int64_t(up.E)}, ScalarType::Int);
-    route(ids, up.E, *row_assignment, *offs);
+    route(ids, up.E, *row_assignment, *offs, launch);
     up.map = down.map = row_map(row_assignment, top_k, S);
   }
   const Tensor* const sorted = offs ? &*offs : nullptr;
@@ -520,7 +526,7 @@ void mlp(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const Tensor
   if (beside) up.clear = clear;
   if (config_up) multiply(*config_up, up, dtype(x), sorted, {}, launch);
   multiply(config_down, down, dtype(x), sorted, beside ? Clear{} : clear, launch);
-  if (rows || sums) sum_rows(written, rows ? top_k : 1, out);
+  if (rows || sums) sum_rows(written, rows ? top_k : 1, out, launch);
 }
 
 // Columns as _testing.py names them.
@@ -557,8 +563,8 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("gemm_combine", TORCH_BOX(&moe::gemm_combine));
   ops.impl("mlp", TORCH_BOX(&moe::mlp));
   ops.impl("weight_grad", TORCH_BOX(&moe::weight_grad));
-  ops.impl("sum_rows", TORCH_BOX(&moe::sum_rows));
-  ops.impl("route", TORCH_BOX(&moe::route));
+  ops.impl("sum_rows", TORCH_BOX(&moe::sum_rows_op));
+  ops.impl("route", TORCH_BOX(&moe::route_op));
   ops.impl("group_ends", TORCH_BOX(&moe::group_ends));
 }
 

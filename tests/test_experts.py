@@ -9,8 +9,10 @@ import problems
 import pytest
 import torch
 from conftest import Setting
+from functorch.compile import make_boxed_func
 from kernels import Mode
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 LAYER = "GroupedGemmMoeExperts"
@@ -232,6 +234,8 @@ VARIETIES = {
     "fused": lambda *weights: Experts(nn.SiLU(), *weights),
     "function": lambda *weights: Experts(F.silu, *weights),
     "own": lambda *weights: OwnGate(nn.Softplus(), *weights),
+    "own function": lambda *weights: Experts(partial(F.softplus, beta=2), *weights),
+    "known gate": lambda *weights: GptOssGate(None, *weights, limit=0.5, alpha=1.25),
     "normalised": lambda *weights: Experts(nn.SiLU(), *weights, has_post_expert_norm=True, post_expert_norm=direction),
 }
 
@@ -300,9 +304,28 @@ def test_dtypes(kernel, device, variety):
         run(x, [t.to(torch.float8_e4m3fn) for t in wide])
 
 
+@pytest.mark.parametrize("missing", ["gate_up_proj", "up_proj", "down_proj"])
+def test_a_module_must_have_the_weights(kernel, device, missing):
+    (x, w_up, w_down, weights, *_), ids = made(single(device), k=2)
+    module = Experts(nn.SiLU(), w_up, w_down, gated=missing != "up_proj", has_gate=missing != "up_proj")
+    delattr(module, missing)
+    with pytest.raises(TypeError, match=f"module must have .*{missing}.*, got Experts"):
+        kernel.experts_forward(module, x, ids, weights)
+
+
 @pytest.mark.parametrize("variety", VARIETIES)
-def test_compiled_in_one_graph(kernel, device, dynamo, variety):
-    """Forward and backward; the bits of eager for two sizes of T, of which the second makes T dynamic."""
+def test_compiled_in_one_graph(kernel, ops, device, dynamo, variety):
+    """Forward and backward; eager's ops and bits for two sizes of T, of which the second makes T dynamic."""
+    seen = []
+
+    def recorded(graph, inputs):
+        operators = [
+            op for n in graph.graph.nodes for op in (n.target, *n.args)
+        ]  # args: of one that is made functional
+        seen.append([op._opname for op in operators if getattr(op, "namespace", None) == ops.name])
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=recorded, bw_compiler=lambda graph, inputs: make_boxed_func(graph))
     for tokens in (40, 23):
         tensors, ids = made(single(device), k=2, T=tokens)
         results = []
@@ -314,9 +337,13 @@ def test_compiled_in_one_graph(kernel, device, dynamo, variety):
             def call(x, ids, weights, module=module):
                 return kernel.experts_forward(module, x, ids, weights)
 
-            run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
-            y = run(x, ids, weights)
+            if compiled:
+                y = torch.compile(call, backend=backend, fullgraph=True)(x, ids, weights)
+            else:
+                with problems.Calls(ops) as calls:
+                    y = call(x, ids, weights)
             results.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
+        assert seen[-1] == calls.names()
         for eager, graph in zip(*results, strict=True):
             assert torch.equal(eager, graph)
 

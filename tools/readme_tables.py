@@ -19,9 +19,10 @@ NO_RECORD = "Nothing is recorded yet: `make record` on a machine with a GPU meas
 OLDER = "†"
 OLDER_NOTE = f"{OLDER} measured on sources that have changed since."
 CAPTION = (
-    "Medians of one run, the L2 flushed before each. *Kernels*: `fp32` and `mma` are those of every GPU, `wgmma` "
-    "Hopper's; where a shape has both, `mma` was asked for. *Of dense*: cuBLAS's time for products of as many "
-    "operations (one, or three with the backward) over ours. The columns after it: how many times as fast as each peer."
+    "Medians of one run, the L2 filled with other memory before each. *Kernels*: `fp32` and `mma` are those of every "
+    "GPU, `wgmma` Hopper's; where a shape has both, `mma` was asked for. *Of dense*: cuBLAS's time for products of as "
+    "many operations (one, or three with the backward) over ours. The columns after it: how many times as fast as each "
+    "peer."
 )
 PRODUCTS = {"fwd": 1, "fwd+bwd": 3}
 FLOOR = "floor"  # beside the peers of a few tokens: the time that reading their weights takes

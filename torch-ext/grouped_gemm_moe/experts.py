@@ -1,5 +1,6 @@
 """transformers' experts function: an experts module, read as transformers' own functions read it, on our products."""
 
+from types import MethodType
 from typing import NamedTuple
 
 import torch
@@ -87,7 +88,7 @@ def experts_forward(
 
     Raises:
         ValueError: for shapes, dtypes or devices that do not agree or are not supported, naming `moe_mlp`'s argument.
-        TypeError: for an argument that is no tensor, and for a DTensor.
+        TypeError: for an argument that is no tensor, for a DTensor, and for a module without these weights.
 
     Example:
         >>> experts = torch.nn.Module()
@@ -99,7 +100,9 @@ def experts_forward(
     """
     gated = getattr(module, "has_gate", hasattr(module, "gate_up_proj"))
     up = "gate_up_proj" if gated else "up_proj"
-    w_up, w_down = getattr(module, up), module.down_proj
+    w_up, w_down = (getattr(module, name, None) for name in (up, "down_proj"))
+    if w_up is None or w_down is None:
+        raise TypeError(f"module must have {up} and down_proj, got {type(module).__name__}")
     if getattr(module, "is_transposed", False):
         w_up, w_down = w_up.transpose(1, 2), w_down.transpose(1, 2)
     has_bias = getattr(module, "has_bias", False)
@@ -128,7 +131,8 @@ def _activation(module, gated):
     """The module's activation as arguments of `moe_mlp`; none where only the module itself can compute it."""
     gate = Gate()
     if hasattr(module, "_apply_gate") and gated:
-        gate = _GATES.get(_full_name(module._apply_gate))
+        own = module._apply_gate
+        gate = _GATES.get(_full_name(own.__func__)) if isinstance(own, MethodType) else None
     elif gated:
         gate = Gate(interleaved=_interleaved(module))
     if gate is None:
@@ -147,6 +151,7 @@ def _activation(module, gated):
     return {"activation": activation._replace(**given), "gated": gated, "interleaved": gate.interleaved}
 
 
+@torch.compiler.assume_constant_result  # the compiler does not know that a function's name is a str
 def _full_name(thing):
     return f"{getattr(thing, '__module__', None)}.{getattr(thing, '__qualname__', None)}"
 

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -109,7 +110,7 @@ def saved_bytes(forward: Callable[[], torch.Tensor], device: str) -> int | None:
 
 
 def captured(run: Callable[[], object]) -> Callable[[], None]:
-    """The replay of a CUDA graph of `run`."""
+    """The replay of a CUDA graph of `run`, which is kept, for the graph reads what belongs to it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -118,4 +119,8 @@ def captured(run: Callable[[], object]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return graph.replay
+    return partial(_replay, graph, run)
+
+
+def _replay(graph, _):
+    graph.replay()

@@ -80,6 +80,11 @@ def direction(rows):
     return (wide / wide.norm(dim=-1, keepdim=True)).to(rows.dtype)
 
 
+def wide_softplus(z, beta):
+    wide = z.to(torch.promote_types(z.dtype, torch.float32))  # as above
+    return F.softplus(wide, beta).to(z.dtype)
+
+
 def softplus_gate(z):
     gate, up = z.chunk(2, -1)
     return F.softplus(gate) * (up + 1)
@@ -234,7 +239,7 @@ VARIETIES = {
     "fused": lambda *weights: Experts(nn.SiLU(), *weights),
     "function": lambda *weights: Experts(F.silu, *weights),
     "own": lambda *weights: OwnGate(nn.Softplus(), *weights),
-    "own function": lambda *weights: Experts(partial(F.softplus, beta=2), *weights),
+    "own function": lambda *weights: Experts(partial(wide_softplus, beta=2), *weights),
     "known gate": lambda *weights: GptOssGate(None, *weights, limit=0.5, alpha=1.25),
     "normalised": lambda *weights: Experts(nn.SiLU(), *weights, has_post_expert_norm=True, post_expert_norm=direction),
 }

@@ -2,10 +2,12 @@
 
 import argparse
 import copy
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ import record_gpu
 import shapes
 import tiles
 import torch
+from timing import captured
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,7 +54,7 @@ MEMORY_ROW = {
 RECORD = {
     **{"gpu": "NVIDIA Test 1", "torch": "2.11.0", "cuda": "13.0"},
     "tests": {"passed": 10, "failed": 0, "skipped": 1, **STAMP},
-    "sanitizer": {"memcheck": 0, "racecheck": 0, **STAMP},
+    "sanitizer": {"memcheck": 0, "racecheck": 0, "initcheck": 0, "synccheck": 0, **STAMP},
     "fuzz": {"seed": 7, "minutes": 10.0, "cases": 12345, "failures": 0, **STAMP},
     "correctness": [
         {"name": "moe", "dtype": "fp32", "metric": "max relative", "value": 1e-6, "limit": 1e-5, **STAMP},
@@ -136,6 +139,14 @@ def test_other_parts_are_replaced_whole(name, item):
     assert records.merged(RECORD, {**MACHINE, name: part}) == changed(**{name: part})
 
 
+@pytest.mark.parametrize("before, kept", [(NOW, 3), (BEFORE, None)])
+def test_a_sanitizer_joins_those_of_the_same_sources(before, kept):
+    others = dict.fromkeys(("memcheck", "initcheck", "synccheck"), 3)
+    record = changed(sanitizer={**others, "racecheck": 4, **STAMP, "source_digest": before})
+    result = records.merged(record, {**MACHINE, "sanitizer": {"racecheck": 0, **STAMP}})
+    assert result["sanitizer"] == {**dict.fromkeys(others, kept), "racecheck": 0, **STAMP}
+
+
 def test_the_first_part_makes_a_record():
     assert records.merged({}, {**MACHINE, "rows": [ROW]}) == {**MACHINE, "rows": [ROW]}
 
@@ -160,7 +171,7 @@ def test_tables_show_the_figures():
     text = tables(RECORD)
     assert "| moe | fp32 | max relative | 1.0e-06 | 1.0e-05 | yes |" in text
     assert "Tests: 10 passed, 0 failed, 1 skipped." in text
-    assert "memcheck 0 errors, racecheck 0 errors." in text
+    assert "memcheck 0 errors, racecheck 0 errors, initcheck 0 errors, synccheck 0 errors." in text
     assert "Fuzzer: 12,345 random calls in 10 minutes from seed 7, 0 failed." in text
     sizes = "4096, 2048, 2048, 8, 2"
     assert f"| moe seed | {sizes} | bf16 | mma | fwd | 0.200 | 687 | 0.50 | 2.50 | 34 |" in text
@@ -292,11 +303,40 @@ def test_the_fuzzer_is_run_where_it_is_asked_for(monkeypatch):
 
 def test_sanitizer_errors_are_counted():
     memcheck, racecheck = "===== ERROR SUMMARY: {} errors\n", "== RACECHECK SUMMARY: {} hazards displayed (0 errors)\n"
-    assert record_gpu.count_errors("memcheck", memcheck.format(0), 0) == 0
-    assert record_gpu.count_errors("memcheck", memcheck.format(12), 0) == 12
-    assert record_gpu.count_errors("racecheck", racecheck.format(4), 0) == 4
-    assert record_gpu.count_errors("memcheck", memcheck.format(0), 1) is None
-    assert record_gpu.count_errors("memcheck", "Device not supported\n", 0) is None
+    assert record_gpu.count_errors(memcheck.format(0), 0) == 0
+    assert record_gpu.count_errors(memcheck.format(12), 0) == 12
+    assert record_gpu.count_errors(racecheck.format(4), 0) == 4
+    assert record_gpu.count_errors(memcheck.format(0), 1) is None
+    assert record_gpu.count_errors("Device not supported\n", 0) is None
+
+
+@pytest.mark.parametrize(
+    "output, status, found", [("ERROR SUMMARY: 0 errors", 0, 0), ("ERROR SUMMARY: 2 errors", 1, 32), ("", 1, None)]
+)
+def test_each_share_of_a_sweep_is_watched(monkeypatch, output, status, found):
+    commands = []
+
+    def run(command, **options):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, status, stdout=output)
+
+    monkeypatch.setattr(record_gpu.subprocess, "run", run)
+    monkeypatch.setattr(record_gpu.shutil, "which", lambda *_, **__: "compute-sanitizer")
+    counts, good = record_gpu.run_sanitizer(argparse.Namespace(sanitizers="racecheck,initcheck"))
+    assert counts == {"racecheck": found, "initcheck": found} and good == (found == 0)
+    shares = sorted((command[2], command[-1]) for command in commands)
+    assert shares == sorted((tool, f"{i}/16") for tool in counts for i in range(16))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_captured_run_keeps_what_it_reads():
+    read = torch.ones(4, device="cuda")
+    alive = weakref.ref(read)
+    replay = captured(partial(torch.neg, read))
+    del read
+    gc.collect()
+    assert alive() is not None
+    replay()
 
 
 def test_a_few_tokens_have_a_table_of_their_own():

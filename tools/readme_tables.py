@@ -93,7 +93,7 @@ def summaries(record: dict, digest: str) -> list[str]:
         failed = f"**{tests['failed']} failed**" if tests["failed"] else "0 failed"
         lines += [f"Tests: {tests['passed']} passed, {failed}, {tests['skipped']} skipped{mark(tests, digest)}."]
     if sanitizer := record.get("sanitizer"):
-        counts = ", ".join(f"{tool} {errors(sanitizer[tool])}" for tool in ("memcheck", "racecheck"))
+        counts = ", ".join(f"{tool} {errors(sanitizer[tool])}" for tool in records.SANITIZERS)
         lines += [f"compute-sanitizer: {counts}{mark(sanitizer, digest)}."]
     if fuzz := record.get("fuzz"):
         failed = f"**{fuzz['failures']} failed**" if fuzz["failures"] else "0 failed"

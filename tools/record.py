@@ -28,10 +28,11 @@ MEMORY = {
 }
 SWEEP_ROW = {**ROW, **MEMORY}
 MEMORY_ROW = {**KIND, **MEMORY}
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 MACHINE = {"gpu": str, "torch": str, "cuda": str}
 PARTS = {
     "tests": {"passed": int, "failed": int, "skipped": int, **STAMP},
-    "sanitizer": {"memcheck": COUNTED, "racecheck": COUNTED, **STAMP},
+    "sanitizer": {**dict.fromkeys(SANITIZERS, COUNTED), **STAMP},
     "fuzz": {"seed": int, "minutes": NUMBER, "cases": int, "failures": int, **STAMP},
     "correctness": [{**CORRECTNESS, **STAMP}],
     "rows": [{**ROW, **STAMP}],
@@ -64,7 +65,11 @@ def record_mismatches(record: dict) -> list[str]:
 
 
 def merged(record: dict, update: dict) -> dict:
-    """The record with a newly measured part. Rows replace those of the same kind; other parts are replaced whole."""
+    """The record with a newly measured part.
+
+    Rows replace those of the same kind, a sanitizer's count those of the same one and of other sources; other parts are
+    replaced whole.
+    """
     for name in MACHINE if record else ():
         if record[name] != update[name]:
             raise ValueError(f"the record is of {name} {record[name]}, the measurement of {update[name]}")
@@ -72,6 +77,10 @@ def merged(record: dict, update: dict) -> dict:
     if "rows" in update:
         rows = {tuple(row[name] for name in ROW_KEY): row for row in [*record.get("rows", []), *update["rows"]]}
         result["rows"] = list(rows.values())
+    if "sanitizer" in update:
+        before, now = record.get("sanitizer", {}), update["sanitizer"]
+        kept = before if before.get("source_digest") == now["source_digest"] else {}
+        result["sanitizer"] = {**dict.fromkeys(SANITIZERS), **kept, **now}
     return result
 
 

@@ -4,6 +4,7 @@
     python tools/record_gpu.py                      everything but the fuzzer
     python tools/record_gpu.py --only tests,rows    some parts; the others stay as they are
     python tools/record_gpu.py --only rows --ops moe_mlp --path mma    some rows
+    python tools/record_gpu.py --only sanitizer --sanitizers racecheck  one of compute-sanitizer's tools
     python tools/record_gpu.py --only fuzz --minutes 10                 the fuzzer, tests/fuzz.py
 
 The record is written after each part. A part that fails is recorded as it failed, and the exit status is 1.
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import record as records
@@ -33,13 +35,10 @@ sys.path.insert(0, str(BENCHMARKS))
 import package  # noqa: E402
 
 SWEEP = records.ROOT / "tools" / "sanitize_sweep.py"
-SHARES = 9  # processes that a sanitizer's sweep is shared among
+SHARES = 16  # processes that a sanitizer's sweep is shared among
 ROW_CHOICES = ("ops", "shapes", "path")
 OPTIONAL = {"fuzz"}  # measured where it is asked for
-SUMMARIES = {
-    "memcheck": re.compile(r"ERROR SUMMARY: (\d+) error"),
-    "racecheck": re.compile(r"RACECHECK SUMMARY: (\d+) hazard"),
-}
+ERRORS = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 
 
 def main() -> int:
@@ -52,6 +51,7 @@ def main() -> int:
     for choice in ROW_CHOICES:
         parser.add_argument(f"--{choice}", help="rows: as in benchmarks/compare.py")
     parser.add_argument("--jobs", type=int, help="tests: processes to run them in (needs pytest-xdist)")
+    parser.add_argument("--sanitizers", default=",".join(records.SANITIZERS), metavar="TOOLS", help="which of them")
     parser.add_argument("--minutes", type=float, default=10, help="fuzz: how long")
     parser.add_argument("--seed", type=int, help="fuzz: as in tests/fuzz.py")
     args = parser.parse_args()
@@ -112,39 +112,38 @@ def count_tests(report: str | None, status: int) -> dict:
 
 
 def run_sanitizer(args) -> tuple[dict, bool]:
+    program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    tools = args.sanitizers.split(",")
+    if not program:
+        print("compute-sanitizer is not on the PATH")
+        return dict.fromkeys(tools), False
     # Every tensor gets an allocation of its own, so that a step past its end is seen.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-    found = {}
-    for tool in SUMMARIES:
-        if not program:
-            print("compute-sanitizer is not on the PATH")
-            found[tool] = None
-            continue
-        # The tools work on one core of the host for most of their time.
+
+    def errors(tool, share):
         command = [program, "--tool", tool, "--report-api-errors", "no", sys.executable, SWEEP, "--share"]
-        runs = [
-            subprocess.Popen(
-                [*command, f"{share}/{SHARES}"],
-                env=environment,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-            for share in range(SHARES)
-        ]
-        outputs = [run.communicate()[0] for run in runs]
-        counts = [count_errors(tool, output, run.returncode) for output, run in zip(outputs, runs, strict=True)]
-        for output, count in zip(outputs, counts, strict=True):
-            lines = output.splitlines()
-            print("\n".join(lines[-4:] if count == 0 else lines[:60] + ["..."] + lines[-4:]), flush=True)
-        found[tool] = None if None in counts else sum(counts)
+        run = subprocess.run(
+            [*command, f"{share}/{SHARES}"],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        count, lines = count_errors(run.stdout, run.returncode), run.stdout.splitlines()
+        print("\n".join([tool, *(lines[-4:] if count == 0 else [*lines[:60], "...", *lines[-4:]])]), flush=True)
+        return count
+
+    # A tool works on one core of the host for most of its time.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        counts = {tool: [pool.submit(errors, tool, share) for share in range(SHARES)] for tool in tools}
+    counts = {tool: [count.result() for count in of_tool] for tool, of_tool in counts.items()}
+    found = {tool: None if None in of_tool else sum(of_tool) for tool, of_tool in counts.items()}
     return found, all(count == 0 for count in found.values())
 
 
-def count_errors(tool: str, output: str, status: int) -> int | None:
-    """The count in the tool's last line; None if there is none, or if the program failed with nothing found."""
-    summary = SUMMARIES[tool].search(output)
+def count_errors(output: str, status: int) -> int | None:
+    """The count in a tool's last line; None if there is none, or if the program failed with nothing found."""
+    summary = ERRORS.search(output)
     count = int(summary[1]) if summary else None
     return None if count == 0 and status != 0 else count
 

@@ -2,7 +2,7 @@
 """Run every kernel configuration, dtype and epilogue once, at small sizes, for compute-sanitizer to watch.
 
     python tools/sanitize_sweep.py              all configurations
-    python tools/sanitize_sweep.py --share 2/9  every ninth set of them, from the third on
+    python tools/sanitize_sweep.py --share 2/9  every ninth step of the sweep, from the third on
 
 Results are compared with plain torch only closely enough to know that the kernels did their work. A gradient to x
 reads the weight the other way round, so both orders of it occur whichever one it is stored in.
@@ -11,6 +11,9 @@ reads the weight the other way round, so both orders of it occur whichever one i
 import argparse
 import importlib
 import os
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import kernels
@@ -32,18 +35,27 @@ def main() -> None:
     parser.add_argument("--share", default="0/1", metavar="I/N", help="which of how many parts of the configurations")
     share, shares = map(int, parser.parse_args().share.split("/"))
     torch.manual_seed(0)
-    for path, names in config_sets()[share::shares]:
-        for dtype in DTYPES[path]:
-            with hooks.forced(*names, blocks=4):  # each takes several tiles
-                sweep(dtype, *ALIGNED)
-                sweep(dtype, *ALIGNED, transposed=True)
-                sweep(dtype, *UNALIGNED)
-                many_groups(dtype)
-                long_groups(dtype)
-            torch.cuda.synchronize()
-            print(*names, dtype, flush=True)
-    if share == 0:
-        many_ids()
+    for step in steps()[share::shares]:
+        start = time.monotonic()
+        print(step(), f"{time.monotonic() - start:.0f} s", flush=True)
+
+
+def steps() -> list[Callable[[], str]]:
+    """Each says what it ran. The longest is the first."""
+    return [many_ids] + [
+        partial(configurations, names, dtype) for path, names in config_sets() for dtype in DTYPES[path]
+    ]
+
+
+def configurations(names: list[str], dtype: torch.dtype) -> str:
+    with hooks.forced(*names, blocks=4):  # each takes several tiles
+        sweep(dtype, *ALIGNED)
+        sweep(dtype, *ALIGNED, transposed=True)
+        sweep(dtype, *UNALIGNED)
+        many_groups(dtype)
+        long_groups(dtype)
+    torch.cuda.synchronize()
+    return f"{' '.join(names)} {dtype}"
 
 
 def config_sets() -> list[tuple[str, list[str]]]:
@@ -143,12 +155,13 @@ def long_groups(dtype: torch.dtype) -> None:
     check(kernel.weight_grad(x, dy, routing).float(), kernel.weight_grad(x, dy, routing, ones).float())
 
 
-def many_ids() -> None:
+def many_ids() -> str:
     """What several blocks sort, in one pass and in two; and what takes a block several tiles."""
     for count, experts in ((5000, 128), (70_000, 1100), (700_000, 40)):
         ids = torch.randint(-1, experts + 1, (count, 1), device=DEVICE)
         wanted = ids.flatten().where((ids.flatten() >= 0) & (ids.flatten() < experts), experts).sort(stable=True)
         assert torch.equal(kernel.route(ids, experts).row_assignment.long(), wanted.indices)
+    return "many ids"
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:

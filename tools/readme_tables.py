@@ -207,9 +207,14 @@ def rates(rows: list[dict], digest: str) -> list[str]:
             ratios = {"dense": [row["dense_ms"] / row["ms"] for row in found]}
             for name in peers_of(found):
                 ratios[name] = [row["peers"][name] / row["ms"] for row in found if name in row["peers"]]
-            shown = [f"{min(values):.2f} to {max(values):.2f} times {name}" for name, values in ratios.items()]
+            shown = [f"{span(values)} times {name}" for name, values in ratios.items()]
             said.append(f"The rate of `{op}`, forward in bf16, is {', '.join(shown)}.")
     return said
+
+
+def span(values: list[float]) -> str:
+    ends = [f"{end(values):.2f}" for end in (min, max)]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def fastest(rows: list[dict], op: str) -> list[dict]:

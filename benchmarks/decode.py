@@ -1,7 +1,8 @@
 """Times what a few tokens cost, as when text is generated: moe_mlp beside the time that reading its weights takes.
 
-Everything is replayed from CUDA graphs, without gradients. `floor` is how long it takes to read the weights of the
-experts that the tokens touch, at the rate of a copy in the same run. The rows are those of compare.py.
+Without gradients, replayed from CUDA graphs and, as not every peer can be captured, called eagerly too. `floor` is how
+long it takes to read the weights of the experts that the tokens touch, at the rate of a copy in the same run. The rows
+are those of compare.py.
 """
 
 import math
@@ -31,13 +32,14 @@ def main() -> int:
 
 
 def cases(device: str) -> list[Case]:
-    """bf16 everywhere, the other dtypes at 16 tokens."""
+    """bf16 everywhere, the other dtypes at 16 tokens and in graphs alone."""
     if device == "cpu":
         return [Case("moe_mlp", shape, "fp32", "eager", "fwd") for shape in CPU_SHAPES if shape.I]
     return [
-        Case("moe_mlp", shape, dtype, "graph", "fwd")
+        Case("moe_mlp", shape, dtype, mode, "fwd")
         for shape in DECODE_SHAPES
         for dtype in (DTYPES if shape.T == 16 else ("bf16",))
+        for mode in (("graph", "eager") if dtype == "bf16" else ("graph",))
     ]
 
 

@@ -341,7 +341,7 @@ def test_a_captured_run_keeps_what_it_reads():
 
 def test_a_few_tokens_have_a_table_of_their_own():
     record = changed(rows=[MLP_ROW, DECODE_ROW])
-    assert "| few | 4, 2048, 768, 128, 8 | bf16 | mma | 100.0 | 0.70 | 3.00 |" in readme_tables.decode_table(
+    assert "| few | 4, 2048, 768, 128, 8 | bf16 | mma | graph | 100.0 | 0.70 | 3.00 |" in readme_tables.decode_table(
         record, NOW
     )
     assert "few" not in readme_tables.mlp_table(record, NOW)
@@ -451,7 +451,10 @@ def test_few_tokens_are_measured_on_a_cpu_too(tmp_path):
 
 def test_few_tokens_are_those_of_models():
     cases = decode.cases("cuda")
-    assert {(case.op, case.mode, case.pass_) for case in cases} == {("moe_mlp", "graph", "fwd")}
+    assert {(case.op, case.pass_) for case in cases} == {("moe_mlp", "fwd")}
+    assert [[c.shape for c in cases if (c.mode, c.dtype) == (mode, "bf16")] for mode in ("graph", "eager")] == [
+        list(shapes.DECODE_SHAPES)
+    ] * 2
     qwen, mixtral = ({c.shape.T for c in cases if c.shape.name.startswith(name)} for name in ("qwen3", "mixtral"))
     assert qwen == {1, 4, 16, 64, 256} and mixtral == {1, 4, 16, 64}
     assert {case.dtype for case in cases if case.shape.T == 16} == {"bf16", "fp16", "fp32"}

@@ -133,10 +133,11 @@ def decode_table(record: dict, digest: str) -> str:
     if not found:
         return ""
     peers = [name for name in peers_of(found) if name != FLOOR]
-    header = ["", "T, H, I, E, k", "dtype", "kernels", "µs", "of the floor's rate", *(f"× {name}" for name in peers)]
+    header = ["", "T, H, I, E, k", "dtype", "kernels", "mode", "µs", "of the floor's rate"]
+    header += [f"× {name}" for name in peers]
     lines = []
     for row in found:
-        which = [row["shape"] + mark(row, digest), listed(row, "TKIEk"), row["dtype"], row["path"]]
+        which = [row["shape"] + mark(row, digest), listed(row, "TKIEk"), row["dtype"], row["path"], row["mode"]]
         lines.append([*which, f"{row['ms'] * 1e3:.1f}", *times_as_fast(row, [FLOOR, *peers])])
     parts = [heading(record), markdown(header, lines), *picked(tried), *note({"rows": found, "tiles": tried}, digest)]
     return "\n\n".join(parts + plots(record, "tiles"))

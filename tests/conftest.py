@@ -6,7 +6,7 @@ The kernel always comes through `kernels.get_kernel`. LOCAL_KERNELS points it to
 import contextlib
 import fcntl
 import functools
-import importlib
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
@@ -37,6 +37,15 @@ def load_kernel():
 def load_part(name):
     """A private module of the loaded kernel: `_ops`, `_testing`."""
     return importlib.import_module(f"{load_kernel().__name__}.{name}")
+
+
+def load_example(name):
+    """The module that examples/<name>.py is."""
+    file = Path(__file__).resolve().parents[1] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Setting(NamedTuple):

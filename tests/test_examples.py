@@ -1,24 +1,22 @@
-"""The example trains, as its command and with the torch loop in place of the kernels, to the same curve."""
+"""The examples in one process: training a language model, and adapters on frozen experts."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import problems
 import pytest
 import torch
+from conftest import load_example
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_moe_lm.py"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SMALL = "--steps 60 --lr 0.05 --batch 8 --context 32 --hidden 64 --heads 2 --inner 32 --experts 4 --sample 20".split()
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("train_moe_lm", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("train_moe_lm")
 
 
 def train(example, folder, name, *options):
@@ -30,7 +28,7 @@ def train(example, folder, name, *options):
 
 def test_command(tmp_path, device):
     files = ["--png", tmp_path / "plot.png", "--json", tmp_path / "report.json"]
-    command = [sys.executable, EXAMPLE, *SMALL, "--device", device, *files]
+    command = [sys.executable, EXAMPLES / "train_moe_lm.py", *SMALL, "--device", device, *files]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
@@ -106,3 +104,66 @@ def test_impossible_sizes_are_refused(example, options, capsys):
     with pytest.raises(SystemExit):
         example.parse(options.split())
     assert "must be" in capsys.readouterr().err
+
+
+# Adapters
+
+FEW = "--tokens 60 --hidden 24 --inner 16 --experts 5 --top-k 2 --rank 4 --steps 30".split()
+
+
+@pytest.fixture(scope="module")
+def adapters():
+    return load_example("lora_experts")
+
+
+def test_adapters_command(device):
+    """It compares result and gradients with plain torch itself, and its loss has to fall."""
+    command = [sys.executable, EXAMPLES / "lora_experts.py", "--device", device]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["W in fp32", "W in int8"]
+
+
+def test_adapters_in_bfloat16(adapters, device, capsys):
+    adapters.main([*FEW, "--device", device, "--dtype", "bf16"])
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["W in bf16", "W in int8"]
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_adapters_ask_nothing_of_frozen_matrices(adapters, kernel, ops, device, quantised, monkeypatch):
+    """The gradients of A and B are all the weight gradients; of dequantised matrices none is kept."""
+    args = adapters.parse([*FEW, "--device", device])
+    problem = adapters.Problem(args, quantised)
+    made, matrices = [], adapters.Adapted.matrices
+    monkeypatch.setattr(adapters.Adapted, "matrices", lambda self: made.append(matrices(self)) or made[-1])
+    y = problem.result(kernel)
+    assert len(made) == 2
+    with problems.Calls(ops) as seen:
+        y.sum().backward()
+    assert seen.names().count("weight_grad") == 4
+    assert len(made) == (3 if quantised else 2)  # x asks for no gradient, so the backward ends before w_up
+    assert all(p.grad is not None for p in problem.parameters())
+
+
+def test_dequantised_matrices_are_near(adapters):
+    weight = torch.randn(3, 7, 33, generator=torch.Generator().manual_seed(0))
+    weight[1, 2] = 0
+    pair = adapters.Adapted(weight, 2, 1.0, True)
+    assert pair.weight.dtype is torch.int8
+    assert ((pair.matrices() - weight).abs() <= 0.501 * weight.abs().amax(-1, keepdim=True) / 127).all()
+
+
+@pytest.mark.parametrize("part", ["scale", "gradient", "loss"])
+def test_adapters_that_are_wrong_are_told(adapters, monkeypatch, part):
+    """A product that is off, one whose gradient alone is, and a loss that stays."""
+    in_order = adapters.in_order
+    options = []
+    if part == "scale":
+        monkeypatch.setattr(adapters, "in_order", lambda *args: 1.01 * in_order(*args))
+    if part == "gradient":
+        slack = lambda rows: rows.detach() + 0.99 * (rows - rows.detach())  # noqa: E731
+        monkeypatch.setattr(adapters, "in_order", lambda k, rows, *args: in_order(k, slack(rows), *args))
+    if part == "loss":
+        options = ["--lr", "0"]
+    with pytest.raises(SystemExit, match="should fall" if part == "loss" else "the error is"):
+        adapters.main([*FEW, *options])

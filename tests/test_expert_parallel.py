@@ -1,6 +1,5 @@
 """The example of expert parallelism: ranks that share out a layer's experts are one process that has them all."""
 
-import importlib.util
 import itertools
 import os
 import re
@@ -11,7 +10,7 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-from conftest import load_kernel
+from conftest import load_example, load_kernel
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "expert_parallel.py"
 E, H, INNER, TOP_K = 8, 24, 20, 3
@@ -33,13 +32,6 @@ WORLDS = [
 ]
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
-
-
-def example():
-    spec = importlib.util.spec_from_file_location("expert_parallel", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def case_inputs(name, ranks):
@@ -65,7 +57,7 @@ def work(rank, ranks, backend, folder):
         device = f"cuda:{rank}"
         torch.cuda.set_device(rank)
     torch.distributed.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    experts, found = example().FORMS, {}
+    experts, found = load_example("expert_parallel").FORMS, {}
     for form, name in itertools.product(FORMS, CASES):
         (x, w_up, w_down, weights, ids, dy), counts = case_inputs(name, ranks)
         if form == "dispatched":

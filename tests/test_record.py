@@ -15,6 +15,7 @@ from pathlib import Path
 import compare
 import decode
 import memory
+import model
 import peers
 import pytest
 import readme_tables
@@ -51,6 +52,19 @@ MEMORY_ROW = {
     **{"pass": "fwd+bwd", "bytes_peak": 2 * 10**9, "bytes_saved": 808_000_000},
     **{"peers_bytes_peak": {"unfused": 7 * 10**9}, "peers_bytes_saved": {"unfused": 4 * 10**9}},
 }
+MODEL_ROW = {
+    **{
+        "task": "training step",
+        "experts": "grouped_gemm_moe",
+        "sequences": 4,
+        "prompt": 2048,
+        "new": 0,
+        "tokens": 8192,
+    },
+    **{"T": 8192, "H": 2048, "I": 768, "E": 128, "k": 8, "layers": 4, "transformers": "5.17.0", "dtype": "bf16"},
+    **{"ms": 20.0, "bytes_peak": 9 * 10**9, "left_out": None, **STAMP},
+}
+OF_16 = {**MODEL_ROW, "task": "generate", "sequences": 16, "prompt": 16, "new": 64, "tokens": 1024, "T": 256}
 RECORD = {
     **{"gpu": "NVIDIA Test 1", "torch": "2.11.0", "cuda": "13.0"},
     "tests": {"passed": 10, "failed": 0, "skipped": 1, **STAMP},
@@ -67,11 +81,20 @@ RECORD = {
         {**DECODE_ROW, "T": 1024, "ms": 0.42, "peers": {"8 rows": 0.8, "128 rows": 0.4}},
     ],
 }
+OUT_OF_MEMORY = {"ms": None, "bytes_peak": None, "left_out": "OutOfMemoryError"}
+RECORD["transformers"] = [
+    *(
+        MODEL_ROW,
+        {**MODEL_ROW, "experts": "eager", "ms": 80.0},
+        {**MODEL_ROW, "experts": "batched_mm", **OUT_OF_MEMORY},
+    ),
+    *(OF_16, {**OF_16, "experts": "batched_mm", "ms": 25.0}),
+]
 MACHINE = {name: RECORD[name] for name in records.MACHINE}
 README = (
     "before\n<!-- table:correctness -->\n<!-- /table -->\n<!-- table:speed -->\nlast year\n<!-- /table -->\n"
     "<!-- table:mlp -->\n<!-- /table -->\n<!-- table:decode -->\n<!-- /table -->\n"
-    "<!-- table:sweeps -->\n<!-- /table -->\nafter\n"
+    "<!-- table:sweeps -->\n<!-- /table -->\n<!-- table:transformers -->\n<!-- /table -->\nafter\n"
 )
 
 
@@ -206,7 +229,7 @@ def test_mlps_have_a_table_of_their_own():
     speed, mlp = (text[text.index(f"<!-- table:{name}") :].split("<!-- /table -->")[0] for name in ("speed", "mlp"))
     assert "moe_mlp" not in speed and "moe seed" not in mlp
     assert "SonicMoE" not in speed and "× unfused" not in mlp
-    assert "`moe_mlp`, forward in bf16, is 0.90 to 0.90 times dense, 1.10 to 1.10 times SonicMoE." in mlp
+    assert "`moe_mlp`, forward in bf16, is 0.90 times dense, 1.10 times SonicMoE." in mlp
     assert "|  | T, H, I, E, k | dtype | kernels | pass | ms | TFLOP/s | of dense | × SonicMoE | peak MB |" in mlp
     assert "| moe_mlp mlp | 32768, 2048, 768, 128, 8 | bf16 | mma | fwd | 4.000 | 618 | 0.90 | 1.10 | 2000 |" in mlp
     assert "1343 MB of gradients included" in mlp
@@ -238,6 +261,7 @@ def test_tables_show_the_plots_that_are_drawn(monkeypatch, tmp_path):
 
 def test_tables_without_a_record_say_so():
     assert tables().count(readme_tables.NO_RECORD) == 5
+    assert tables().endswith("<!-- table:transformers -->\n<!-- /table -->\nafter\n")
 
 
 def test_tables_mark_what_is_older_than_the_sources():
@@ -348,6 +372,24 @@ def test_a_few_tokens_have_a_table_of_their_own():
     assert readme_tables.decode_table(changed(rows=[MLP_ROW]), NOW) == ""
     said = "takes at most 1.05 times as long as with the best ones, at 1,024 of 1 to 1,024 tokens."
     assert said in readme_tables.decode_table(RECORD, NOW)
+
+
+def test_a_model_has_a_table_of_its_own():
+    table = readme_tables.transformers_table(RECORD, NOW)
+    assert "torch 2.11.0, CUDA 13.0, transformers 5.17.0." in table
+    assert "4 layers with random weights (hidden 2048, 128 experts of 768, top-8, bf16)" in table
+    assert "adds 64 tokens to 16 of each sequence" in table
+    rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
+    assert rows == [
+        "| training step, 4 × 2048 tokens | grouped_gemm_moe | 409,600 | 1.00 | 9000 |",
+        "| training step, 4 × 2048 tokens | eager | 102,400 | 0.25 | 9000 |",
+        "| training step, 4 × 2048 tokens | batched_mm | left out: OutOfMemoryError |  |  |",
+        "| generate, 16 × 64 tokens | grouped_gemm_moe | 51,200 | 1.00 | 9000 |",
+        "| generate, 16 × 64 tokens | batched_mm | 40,960 | 0.80 | 9000 |",
+    ]
+    failed = changed(transformers=[{**MODEL_ROW, **OUT_OF_MEMORY}, {**MODEL_ROW, "experts": "eager"}])
+    assert "| **left out: OutOfMemoryError** |  |  |" in readme_tables.transformers_table(failed, NOW)
+    assert "| eager | 409,600 |  | 9000 |" in readme_tables.transformers_table(failed, NOW)
 
 
 def test_some_rows_can_be_chosen(monkeypatch):
@@ -505,6 +547,34 @@ def test_a_gpu_keeps_what_an_mlp_is_the_activation_of():
     assert pre <= row["bytes_saved"] < pre + 32 * shape.S
     assert row["peers_bytes_saved"]["unfused"] >= pre + 2 * shape.S * (shape.K + shape.I + shape.N)
     assert row["peers_bytes_peak"]["unfused"] > row["bytes_peak"]
+
+
+def test_a_model_is_measured_on_a_cpu_too(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    rows = measured("model.py", tmp_path)
+    assert records.mismatches(rows, [records.MODEL_ROW]) == []
+    tasks = [(task.name, task.tokens) for task in model.TASKS["cpu"]]
+    assert [(row["task"], row["tokens"], row["experts"]) for row in rows] == [
+        (*task, experts) for task in tasks for experts in model.IMPLEMENTATIONS
+    ]
+    assert all(row["ms"] > 0 and row["left_out"] is None for row in rows)
+
+
+def test_experts_that_fail_or_are_wrong_are_left_out(monkeypatch, capsys):
+    moe = pytest.importorskip("transformers.integrations.moe", reason="this transformers has no experts functions")
+
+    def no_memory(*args):
+        raise torch.OutOfMemoryError("not enough")
+
+    made = model.make("cpu")
+    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS, "batched_mm", no_memory)
+    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS, model.OURS, lambda module, x, *_: torch.zeros_like(x))
+    rows = model.measure(made, model.TASKS["cpu"][0], "cpu")
+    found = {row["experts"]: row["left_out"] for row in rows}
+    assert found == {"eager": None, model.OURS: "AssertionError", "grouped_mm": None, "batched_mm": "OutOfMemoryError"}
+    assert [row["experts"] for row in rows if row["ms"]] == ["eager", "grouped_mm"]
+    assert model.report(rows) == 1 and "batched_mm          left out: OutOfMemoryError" in capsys.readouterr().out
+    assert all(p.grad is None for p in made.parameters())
 
 
 def test_correctness_is_measured_on_a_cpu_too(tmp_path):

@@ -2,7 +2,7 @@
 """Write README's tables from the records in benchmarks/results; with --check, only say whether they are in step.
 
 A table stands between the lines `<!-- table:NAME -->` and `<!-- /table -->`, NAME being `correctness`, `speed`,
-`mlp`, `decode` or `sweeps`. With it stand the plots that benchmarks/plot.py has drawn.
+`mlp`, `decode`, `sweeps` or `transformers`. With it stand the plots that benchmarks/plot.py has drawn.
 """
 
 import argparse
@@ -23,6 +23,13 @@ CAPTION = (
     "GPU, `wgmma` Hopper's; where a shape has both, `mma` was asked for. *Of dense*: cuBLAS's time for products of as "
     "many operations (one, or three with the backward) over ours. The columns after it: how many times as fast as each "
     "peer."
+)
+OURS = "grouped_gemm_moe"  # as the package's experts function is registered there
+MODEL_CAPTION = (
+    "A Qwen3-MoE of {layers} layers with random weights (hidden {H}, {E} experts of {I}, top-{k}, {dtype}), the whole "
+    "model, medians of one run. A training step is a forward and backward; *generate* adds {new} tokens to {prompt} of "
+    "each sequence, greedily. *Peak*: beyond the weights. transformers itself takes `batched_mm` for `grouped_mm` "
+    "where it decodes."
 )
 PRODUCTS = {"fwd": 1, "fwd+bwd": 3}
 FLOOR = "floor"  # beside the peers of a few tokens: the time that reading their weights takes
@@ -64,8 +71,9 @@ def with_tables(text: str, found: list[dict], digest: str) -> str:
     """The text with its tables made anew from the records."""
     for name, table in TABLES.items():
         block = re.compile(rf"(<!-- table:{name} -->\n).*?(<!-- /table -->)", re.DOTALL)
-        body = "\n\n".join(filter(None, (table(record, digest) for record in found))) or NO_RECORD
-        text, count = block.subn(lambda m, body=body: f"{m[1]}\n{body}\n\n{m[2]}", text)
+        body = "\n\n".join(filter(None, (table(record, digest) for record in found)))
+        body = body or ("" if name in UNMENTIONED else NO_RECORD)
+        text, count = block.subn(lambda m, body=body: f"{m[1]}\n{body}\n\n{m[2]}" if body else f"{m[1]}{m[2]}", text)
         if count != 1:
             raise SystemExit(f"README.md has {count} places for the table {name}, and should have one")
     return text
@@ -266,6 +274,34 @@ def sweeps_table(record: dict, digest: str) -> str:
     return "\n\n".join(lines + note({"sweeps": record["sweeps"]}, digest))
 
 
+def transformers_table(record: dict, digest: str) -> str:
+    """Tokens a second of a whole model with each implementation of its experts."""
+    found = record.get("transformers")
+    if not found:
+        return ""
+    ours = {model_task(row): row["ms"] for row in found if row["experts"] == OURS}
+    lines = [model_row(row, ours[model_task(row)], digest) for row in found]
+    header = ["", "experts", "tokens/s", "of ours", "peak MB"]
+    versions = f"{heading(record)[:-1]}, transformers {found[0]['transformers']}."
+    caption = MODEL_CAPTION.format(**{**found[0], **{name: found[-1][name] for name in ("prompt", "new")}})
+    return "\n\n".join([versions, caption, markdown(header, lines), *note({"transformers": found}, digest)])
+
+
+def model_task(row: dict) -> str:
+    each = row["new"] or row["prompt"]
+    return f"{row['task']}, {row['sequences']} × {each} tokens"
+
+
+def model_row(row: dict, ours_ms: float | None, digest: str) -> list[str]:
+    which = [model_task(row) + mark(row, digest), row["experts"]]
+    if row["ms"] is None:
+        said = f"left out: {row['left_out']}"
+        return [*which, f"**{said}**" if row["experts"] == OURS else said, "", ""]
+    peak = "" if row["bytes_peak"] is None else f"{row['bytes_peak'] / 1e6:.0f}"
+    of_ours = "" if ours_ms is None else f"{ours_ms / row['ms']:.2f}"
+    return [*which, f"{row['tokens'] / row['ms'] * 1e3:,.0f}", of_ours, peak]
+
+
 def skew_row(row: dict, uniform: dict | None, digest: str) -> list[str]:
     ms = row["ms"]
     ratios = [
@@ -331,7 +367,10 @@ TABLES = {
     "mlp": mlp_table,
     "decode": decode_table,
     "sweeps": sweeps_table,
+    "transformers": transformers_table,
 }
+
+UNMENTIONED = {"transformers"}  # where nothing is recorded: it is measured where it is asked for
 
 if __name__ == "__main__":
     sys.exit(main())

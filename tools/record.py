@@ -28,6 +28,11 @@ MEMORY = {
 }
 SWEEP_ROW = {**ROW, **MEMORY}
 MEMORY_ROW = {**KIND, **MEMORY}
+MODEL_ROW = {
+    **{"task": str, "experts": str, "sequences": int, "prompt": int, "new": int, "tokens": int},
+    **{"T": int, "H": int, "I": int, "E": int, "k": int, "layers": int, "transformers": str, "dtype": str},
+    **{"ms": MEASURED, "bytes_peak": COUNTED, "left_out": (str, type(None))},
+}
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 MACHINE = {"gpu": str, "torch": str, "cuda": str}
 PARTS = {
@@ -39,6 +44,7 @@ PARTS = {
     "sweeps": [{**SWEEP_ROW, **STAMP}],
     "memory": [{**MEMORY_ROW, **STAMP}],
     "tiles": [{**ROW, **STAMP}],
+    "transformers": [{**MODEL_ROW, **STAMP}],
 }
 ROW_KEY = ("op", "shape", "dtype", "path", "mode", "pass", "distribution")
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Measure the built package on this machine's GPU and keep the figures in benchmarks/results.
 
-    python tools/record_gpu.py                      everything but the fuzzer
+    python tools/record_gpu.py                      everything but what is measured where it is asked for
     python tools/record_gpu.py --only tests,rows    some parts; the others stay as they are
     python tools/record_gpu.py --only rows --ops moe_mlp --path mma    some rows
     python tools/record_gpu.py --only sanitizer --sanitizers racecheck  one of compute-sanitizer's tools
     python tools/record_gpu.py --only fuzz --minutes 10                 the fuzzer, tests/fuzz.py
+    python tools/record_gpu.py --only transformers                      a model of transformers, benchmarks/model.py
 
 The record is written after each part. A part that fails is recorded as it failed, and the exit status is 1.
 Build first (tools/build.py): what is measured is the variant in build/.
@@ -37,7 +38,7 @@ import package  # noqa: E402
 SWEEP = records.ROOT / "tools" / "sanitize_sweep.py"
 SHARES = 16  # processes that a sanitizer's sweep is shared among
 ROW_CHOICES = ("ops", "shapes", "path")
-OPTIONAL = {"fuzz"}  # measured where it is asked for
+OPTIONAL = {"fuzz", "transformers"}  # measured where it is asked for
 ERRORS = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 
 
@@ -195,6 +196,10 @@ def run_tiles(args) -> tuple[list, bool]:
     return rows_of("tiles.py")
 
 
+def run_transformers(args) -> tuple[list, bool]:
+    return rows_of("model.py")
+
+
 def rows_of(script: str, *options: str) -> tuple[list, bool]:
     rows, status = json_of(script, *options)
     return rows or [], status == 0
@@ -221,6 +226,7 @@ PARTS = {
     "sweeps": run_sweeps,
     "memory": run_memory,
     "tiles": run_tiles,
+    "transformers": run_transformers,
 }
 
 if __name__ == "__main__":

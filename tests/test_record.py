@@ -219,9 +219,21 @@ def test_tables_show_the_sweeps():
         "| uniform | fwd | 0.200 | 687 | 1.00 | 0.50 | 2.50 |\n| Zipf(1) | fwd | 0.250 | 687 | 0.80 | 0.40 |  |" in text
     )
     assert "allocated 8.0 to 54.4 bytes an assignment." in text
+    assert "The unfused path allocated 14.39 to 14.40 times 2·S·(K+N) bytes more than `moe` altogether." in text
+    alone = [{**row, "peers_bytes_peak": {}} for row in RECORD["sweeps"]]
+    assert "bytes an assignment.\n" in tables(changed(sweeps=alone))
     failed = {**SWEEP_ROW, "ms": None, "tflops": None, "dense_ms": None, "bytes_peak": None}
     assert "| Zipf(1) | fwd | 0.250 | 687 |  | 0.40 |  |" in tables(changed(sweeps=[failed, RECORD["sweeps"][1]]))
     assert "points failed" not in text and "**1 of 1 points failed.**" in tables(changed(sweeps=[failed]))
+
+
+def test_tensor_cores_are_compared_with_float32():
+    exact = {**ROW, "dtype": "fp32", "path": "fp32", "ms": 1.6}
+    said = "`moe` in bf16 is 8.0 (mma) and 16.0 (wgmma) times as fast as in fp32, forward at seed."
+    assert said in tables(changed(rows=[ROW, {**ROW, "path": "wgmma", "ms": 0.1}, exact]))
+    old = {**ROW, "path": "wgmma", "ms": 0.1, "source_digest": BEFORE}
+    assert "is 8.0 (mma) times as fast" in tables(changed(rows=[ROW, old, exact]))
+    assert "times as fast as in fp32" not in tables(changed(rows=[exact])) + tables(RECORD)
 
 
 def test_mlps_have_a_table_of_their_own():

@@ -391,10 +391,14 @@ def test_every_activation(ops, device, act):
 # The kernels library's layers
 
 
+def local_layer(name):
+    return kernels.LocalLayerRepository(Path(load_kernel().__file__).parent, layer_name=name)
+
+
 @pytest.mark.parametrize("mode", ["TRAINING", "INFERENCE"])
 def test_kernelized_model(device, monkeypatch, mode):
     """Two kinds of experts in models that know nothing of the package but the layer's name."""
-    layer = kernels.LocalLayerRepository(Path(load_kernel().__file__).parent, layer_name="GroupedGemmMoeExperts")
+    layer = local_layer("GroupedGemmMoeExperts")
     for name in ("qwen3_moe", "gpt_oss"):
         model = make(name, device)
         model.set_experts_implementation("eager")
@@ -408,3 +412,30 @@ def test_kernelized_model(device, monkeypatch, mode):
         for experts in experts_of(model):
             assert experts.forward.__func__ is load_kernel().layers.GroupedGemmMoeExperts.forward
         assert_near(model(text(device)).logits, want, 1e-5)
+
+
+@pytest.mark.parametrize("mode", ["TRAINING", "INFERENCE"])
+def test_kernelized_by_the_name_that_transformers_has(device, mode):
+    """gpt-oss as it is: its class of router and experts has a layer's name already."""
+    model = make("gpt_oss", device)
+    model.set_experts_implementation("eager")
+    blocks = [module for module in model.modules() if hasattr(module, "router") and hasattr(module, "experts")]
+    if getattr(type(blocks[0]), "kernel_layer_name", None) != "MegaBlocksMoeMLP":
+        pytest.skip(f"transformers {transformers.__version__} takes no layers of this version of kernels")
+    ids = text(device)
+
+    def run():
+        model.zero_grad(set_to_none=True)
+        output = model(ids, labels=ids, output_router_logits=True)
+        output.loss.backward()
+        found = [output.logits, output.aux_loss, *output.router_logits, *(p.grad for p in model.parameters())]
+        return [t.detach() for t in found]
+
+    want = run()
+    mapping = {"MegaBlocksMoeMLP": {device: local_layer("GroupedGemmMoeMLP")}}
+    with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
+        kernels.kernelize(model, mode=getattr(kernels.Mode, mode), device=device)
+    for block in blocks:
+        assert block.forward.__func__ is load_kernel().layers.GroupedGemmMoeMLP.forward
+    for got, wanted in zip(run(), want, strict=True):
+        assert_near(got, wanted, 1e-5)

@@ -51,6 +51,7 @@ _GATES = {
     ),
     f"{_MODELS}.deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts._apply_gate": Gate(limit="limit"),
     f"{_MODELS}.hy_v4.modeling_hy_v4.HYV4Experts._apply_gate": Gate("silu", "swiglu_limit"),
+    f"{_MODELS}.hy_v4_vl.modeling_hy_v4_vl.HYV4VLExperts._apply_gate": Gate("silu", "swiglu_limit"),
     f"{_MODELS}.glm5_next.modeling_glm5_next.Glm5NextTextExperts._apply_gate": Gate("silu", "swiglu_limit"),
     f"{_MODELS}.beam.modeling_beam.BeamExperts._apply_gate": Gate(),
 }

@@ -392,9 +392,10 @@ def test_kernelized(kernel, device, dynamo, mapping, mode):
         assert torch.equal(got, wanted)
 
 
-def test_layers_keep_the_rules(kernel):
+@pytest.mark.parametrize("name", [LAYER, "GroupedGemmMoeMLP"])
+def test_layers_keep_the_rules(kernel, name):
     """A layer promises what it can do, and has nothing else that a module has not."""
-    layer = getattr(kernel.layers, LAYER)
+    layer = getattr(kernel.layers, name)
     assert layer.can_torch_compile is True and layer.has_backward is True
     assert set(vars(layer)) - set(vars(nn.Module)) <= {"forward", "can_torch_compile", "has_backward"}
     assert layer.__init__ is nn.Module.__init__

@@ -52,6 +52,5 @@ class GroupedGemmMoeMLP(torch.nn.Module):
         """
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, top_k_weights, top_k_index = self.router(tokens)
-        return experts_forward(self.experts, tokens, top_k_index, top_k_weights).view(
-            hidden_states.shape
-        ), top_k_weights
+        y = experts_forward(self.experts, tokens, top_k_index, top_k_weights)
+        return y.view(hidden_states.shape), top_k_weights

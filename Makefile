@@ -11,19 +11,25 @@ VENV ?= .venv
 ARGS ?=
 
 # CI has a CUDA compiler even where the machine has none.
-REQUIREMENTS := $(if $(CI),requirements-ci.txt,requirements-dev.txt)
+REQUIREMENTS := requirements/dev.txt $(if $(CI),requirements/ci.txt)
 
 ifeq ($(VENV),)
   RUN := $(PYTHON)
   READY :=
 else
   RUN := $(VENV)/bin/python
-  READY := $(VENV)/installed-$(REQUIREMENTS)
+  READY := $(VENV)/installed-$(if $(CI),ci,dev)
 endif
 
 # get_kernel loads the variant that is built here. It is named itself, not the checkout: the loader would look there for
 # a CUDA variant whenever torch is a CUDA build, even on a machine without a GPU.
 WITH_KERNEL = LOCAL_KERNELS="phanerozoic/grouped-gemm-moe=$$($(RUN) tools/build.py --where)" $(RUN)
+
+PIP = $(RUN) -m pip install --quiet --disable-pip-version-check
+
+# For every Python that the package supports; wheels alone, because a build from source fetches more than has a hash.
+COMPILE = uv pip compile --quiet --universal --python-version 3.10 --only-binary :all: --generate-hashes \
+  --no-annotate --custom-compile-command "make requirements" $(UPGRADE)
 
 # Without a GPU the tests are shared out over the cores, a thread each.
 ifeq ($(shell command -v nvidia-smi),)
@@ -31,7 +37,7 @@ ifeq ($(shell command -v nvidia-smi),)
   test: export OMP_NUM_THREADS := 1
 endif
 
-.PHONY: demo test fuzz build lint format record clean
+.PHONY: demo test fuzz build lint format record requirements clean
 
 demo: build
 	$(WITH_KERNEL) examples/train_moe_lm.py $(ARGS)
@@ -60,13 +66,21 @@ format: $(READY)
 record: build
 	$(WITH_KERNEL) tools/record_gpu.py $(ARGS)
 
+# Everything that the inputs in requirements need, pinned, with hashes. UPGRADE=--upgrade takes the newest of what no
+# input pins.
+requirements:
+	$(COMPILE) -o requirements/dev.txt requirements/dev.in
+	$(COMPILE) -o requirements/use.txt requirements/use.in --constraints requirements/dev.txt
+	$(COMPILE) -o requirements/ci.txt requirements/ci.in
+
 clean:
 	rm -rf build .pytest_cache .ruff_cache .hypothesis
 
-$(READY): requirements.txt requirements-dev.txt requirements-ci.txt
+$(READY): $(wildcard requirements/*.txt)
 	@command -v $(PYTHON) >/dev/null || { echo "There is no $(PYTHON): name a Python with PYTHON=."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
 	  "$(PYTHON) is Python %d.%d, and 3.10 or newer is needed: name one with PYTHON=." % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r $(REQUIREMENTS)
+	$(PIP) --require-hashes --only-binary :all: $(addprefix -r ,$(REQUIREMENTS))
+	$(PIP) -r requirements/torch.txt
 	touch $@

@@ -78,6 +78,7 @@ def forced_settings():
 if not (Path(__file__).resolve().parents[1] / "tools").is_dir():
     collect_ignore = [
         "test_package.py",
+        "test_requirements.py",
         "test_cuda_build.py",
         "test_mutate.py",
         "test_record.py",

@@ -96,9 +96,26 @@ def test_it_is_a_variant_for_these_gpus(variant):
 def test_library(variant):
     """The CUDA runtime is inside, the driver is asked for when it is there, and Python is whichever imports it."""
     variants.check_symbols(variant)
-    needed = variants.libraries_needed_by(variants.library_of(variant))
+    variants.check_links(variant, "CUDA")
+    needed = build_tool.links(variants.library_of(variant))
     assert {"libtorch_cpu.so", "libtorch_cuda.so"} <= set(needed)
     assert [name for name in needed if name.startswith(("libcuda", "libpython"))] == []
+
+
+def test_objects_are_reproducible(variant, tmp_path):
+    """The same bytes, wherever they are compiled: of a source whose names are seen from outside, and of one that has
+    hidden names alone, which nvcc tells from others' in another way."""
+    project, cuda, cxx = build_tool.Project.read(ROOT, "cuda"), build_tool.Cuda.find(None), build_tool.find_cxx()
+    objects = []
+    for name in ("one", "another"):
+        copy = tmp_path / name
+        copy.mkdir()
+        build_tool.make_copy(ROOT, project, copy)
+        units = build_tool.plan_units(project, "same", copy, cxx, cuda, ["8.0"])
+        chosen = [unit for unit in units if unit.source in ("csrc/group_ends.cu", "csrc/register.cu")]
+        objects.append([build_tool.compile_unit(unit, copy, copy)[0].read_bytes() for unit in chosen])
+    assert len(objects[0]) == 2
+    assert [one == another for one, another in zip(*objects)] == [True, True]
 
 
 def test_no_kernel_spills_registers(kernels):

@@ -1,6 +1,7 @@
 """The package as the hub sees it: build.toml, the folder of a built variant, and what importing it does."""
 
 import ast
+import hashlib
 import re
 import shutil
 import subprocess
@@ -23,7 +24,10 @@ def variant(kernel):
 @pytest.fixture
 def project_copy(tmp_path):
     """A project of its own to change and build."""
-    root = tmp_path / "project"
+    return copy_project(tmp_path / "project")
+
+
+def copy_project(root):
     ignore = shutil.ignore_patterns("__pycache__", "_ops.py", "registration.h")
     shutil.copytree(ROOT / "torch-ext", root / "torch-ext", ignore=ignore)
     shutil.copytree(ROOT / "csrc", root / "csrc")
@@ -97,7 +101,50 @@ def test_metadata(variant):
 
 def test_symbols(variant):
     variants.check_symbols(variant)
-    assert "libtorch_cpu.so" in variants.libraries_needed_by(variants.library_of(variant))
+    assert "libtorch_cpu.so" in build_tool.links(variants.library_of(variant))
+
+
+# Two builds of the CPU variant
+
+
+@pytest.fixture(scope="session")
+def built_twice(tmp_path_factory):
+    """In two folders, each with its own kept objects, with torch in two places."""
+    made = []
+    for name in ("one", "another"):
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "packages").mkdir()
+        (folder / "packages" / "torch").symlink_to(Path(torch.__file__).parent)
+        root = copy_project(folder / "project")
+        done = run_build("cpu", "--root", root, PYTHONPATH=str(folder / "packages"))
+        assert done.returncode == 0, done.stderr
+        made.append(next((root / "build").glob("torch-*-linux")))
+    return made
+
+
+def test_builds_are_reproducible(built_twice):
+    one, another = (
+        {f.relative_to(made).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest() for f in made.rglob("*.*")}
+        for made in built_twice
+    )
+    assert any(name.endswith(".so") for name in one)
+    assert one == another
+
+
+def test_security_says_what_is_linked_to(built_twice):
+    variants.check_links(built_twice[0], "CPU")
+    shown = run_build("cpu", "--links", "--output", built_twice[0].parent)
+    assert shown.stdout == build_tool.links_table(variants.library_of(built_twice[0])) + "\n"
+
+
+def test_the_library_asks_the_system_for_little(built_twice):
+    """Nothing with which native code reaches the network, writes a file or starts a process."""
+    library = variants.library_of(built_twice[0])
+    symbols = build_tool.output_of(["readelf", "--dyn-syms", "--wide", library])
+    asked = re.findall(r" UND (\w+)@GLIBC_", symbols)
+    harmless = r"__cxa_(atexit|finalize)|abort|strlen|(__)?mem(chr|cmp|cpy|move|set)(_chk)?|__stack_chk_fail"
+    assert asked and [name for name in asked if not re.fullmatch(harmless, name)] == []
+    assert "filebuf" not in symbols
 
 
 # Loading
@@ -121,6 +168,42 @@ def test_imports_are_relative():
                 names = [node.module]
             for name in names:
                 assert name.split(".")[0] in allowed, f"{path.name} imports {name}"
+
+
+def test_it_keeps_to_itself(variant):
+    """Neither the import nor a call reaches the network, writes a file or starts a process."""
+    out = run_python(
+        """
+import socket, subprocess, sys
+from pathlib import Path
+import kernels, torch
+sys.dont_write_bytecode = True
+refused = []
+def watch(event, arguments):
+    writes = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+    if writes or event.startswith(("socket.", "subprocess.", "os.exec", "os.fork", "os.posix_spawn", "os.system")):
+        refused.append(event)
+        raise RuntimeError(f"{event} {arguments}")
+sys.addaudithook(watch)
+kernel = kernels.get_local_kernel(Path(sys.argv[1]).parents[1])
+x, W = torch.randn(6, 8, requires_grad=True), torch.randn(3, 4, 8, requires_grad=True)
+kernel.moe(x, W, torch.zeros(6, 1, dtype=torch.int64), torch.ones(6, 1)).sum().backward()
+assert refused == [], refused
+for attempt in (
+    socket.socket,
+    lambda: socket.create_connection(("127.0.0.1", 9)),
+    lambda: socket.getaddrinfo("localhost", 9),
+    lambda: open(Path(sys.argv[1]) / "new", "w"),
+    lambda: subprocess.run(["true"]),
+):
+    try:
+        attempt()
+    except RuntimeError:
+        print("refused")
+""",
+        variant,
+    )
+    assert out == "refused\n" * 5
 
 
 def test_import_leaves_the_gpu_alone():

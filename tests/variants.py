@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -35,11 +36,20 @@ def library_of(variant):
     return library
 
 
-def libraries_needed_by(library):
-    dynamic = subprocess.run(["readelf", "--dynamic", library], capture_output=True, text=True, check=True).stdout
+def check_links(variant, heading):
+    """SECURITY.md has what the variant links to. The versions of the symbols are up to the machine that builds it."""
+    library = library_of(variant)
     # torch's libraries are those of the process that imports it, not of a folder of the machine that built it.
+    dynamic = subprocess.run(["readelf", "--dynamic", library], capture_output=True, text=True, check=True).stdout
     assert "RPATH" not in dynamic and "RUNPATH" not in dynamic
-    return re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
+    text = (ROOT / "SECURITY.md").read_text()
+    (table,) = re.findall(rf"^### {heading}\n\n((?:\|.*\n)+)", text, re.MULTILINE)
+    found = build_tool.links_table(library) + "\n"
+    compiler = build_tool.output_of([build_tool.find_cxx(), "-dumpfullversion"]).strip()
+    here = f"g++ {compiler} and {os.confstr('CS_GNU_LIBC_VERSION')} on {platform.machine()}"
+    if here not in text:  # then the names alone, but for the loader's, which is the machine's
+        table, found = (re.findall(r"^\| `(?!ld-)(.*?)` \|", rows, re.MULTILINE) for rows in (table, found))
+    assert found == table
 
 
 def check_files(variant):

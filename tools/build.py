@@ -4,6 +4,7 @@
     python tools/build.py                    the variant for this machine
     python tools/build.py cpu                needs g++ and an installed torch
     python tools/build.py cuda --arch 9.0    needs nvcc too, but neither a GPU nor a CUDA build of torch
+    python tools/build.py --links            what the variant links to, once it is built
 
 build.toml says what is compiled and for which GPUs. Sources are compiled in a temporary copy that holds only the
 files it lists, so a file missing there fails here and not at publishing. Objects are kept in build/objects and
@@ -45,7 +46,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # two versions of the package can be loaded at once.
 HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-fno-gnu-unique"]
 CXX_FLAGS = ["-std=c++17", "-O2", "-Wall", *HOST_FLAGS]
-NVCC_FLAGS = ["-std=c++17", "-O3", "-Xptxas=-v", "-Xcompiler=" + ",".join(HOST_FLAGS)]
+# Objects name the files that nvcc writes in between: beside the object, with -objtemp, they are named after it.
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Xptxas=-v", "-objtemp", "-Xcompiler=" + ",".join(HOST_FLAGS)]
 
 # All that the package takes from libtorch_cuda.so. Linking with a stand-in of these names leaves a library that finds
 # the real one in the process that imports it, so no CUDA build of torch is needed here.
@@ -191,7 +193,7 @@ def python_files(root: Path, package: str) -> list[str]:
 def torch_folder() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None:
-        raise BuildError(f"torch is not installed for {sys.executable}: pip install -r requirements.txt.")
+        raise BuildError(f"torch is not installed for {sys.executable}: pip install -r requirements/torch.txt.")
     return Path(spec.origin).parent
 
 
@@ -335,6 +337,9 @@ def plan_units(project: Project, build_id: str, copy: Path, cxx: str, cuda: Cuda
         system.append(cuda.home / "include")
     listed = [name for section in project.sections for name in section.files]
     headers = [name for name in listed if not name.endswith((".cpp", ".cu"))] + ["torch-ext/registration.h"]
+    # The same sources give the same variant, byte for byte, wherever they and torch lie: torch's headers write their
+    # own path into messages, and nvcc tells sources' hidden names apart by their paths, or by random numbers.
+    unplaced = f"-ffile-prefix-map={torch_folder() / 'include'}/="
     units = []
     for section in project.sections:
         include = [f"-I{folder}" for folder in section.include]
@@ -346,10 +351,12 @@ def plan_units(project: Project, build_id: str, copy: Path, cxx: str, cuda: Cuda
             flags = [*common, f"-DTORCH_EXTENSION_NAME={build_id}"] if named else common
             if source.endswith(".cu"):
                 version = f"{cuda.version} {cxx_version}"
-                command = [str(cuda.nvcc), f"-ccbin={cxx}", *NVCC_FLAGS, *gencode(section, gpus), *flags, "-c", source]
+                names = [f"-frandom-seed={source}", f"-Xcudafe=--orig_src_path_name={source}"]
+                compiler = [str(cuda.nvcc), f"-ccbin={cxx}", *NVCC_FLAGS, f"-Xcompiler={unplaced}", *names]
+                command = [*compiler, *gencode(section, gpus), *flags, "-c", source]
             else:
                 version = cxx_version
-                command = [cxx, *CXX_FLAGS, *flags, "-c", source]
+                command = [cxx, *CXX_FLAGS, unplaced, *flags, "-c", source]
             units.append(Unit(source, version, command, [source, *headers]))
     return units
 
@@ -489,6 +496,26 @@ def built_id(variant: Path) -> str | None:
     return json.loads(metadata.read_text())["id"] if metadata.exists() else None
 
 
+def links(library: Path) -> dict[str, list[str]]:
+    """The shared libraries that this one needs, and the newest version of each kind that it asks of their symbols."""
+    if not shutil.which("readelf"):
+        raise BuildError("No readelf, which shows what a library links to (Debian and Ubuntu: apt install binutils).")
+    # In English, whatever is spoken here.
+    text = output_of(["env", "LC_ALL=C", "readelf", "--wide", "--dynamic", "--version-info", library])
+    newest = {name: {} for name in sorted(re.findall(r"\(NEEDED\).*\[(.*)\]", text))}
+    file = None
+    for m in re.finditer(r"File: (?P<file>\S+)|Name: (?P<kind>[A-Z]+)_(?P<version>[0-9.]+)", text):
+        file = m["file"] or file
+        if m["kind"]:
+            newest[file][m["kind"]] = max(newest[file].get(m["kind"], "0"), m["version"], key=number)
+    return {file: [f"{kind}_{newest[file][kind]}" for kind in sorted(newest[file])] for file in newest}
+
+
+def links_table(library: Path) -> str:
+    rows = [f"| `{file}` | {', '.join(versions) or '-'} |" for file, versions in links(library).items()]
+    return "\n".join(["| library | newest versions of its symbols |", "|---|---|", *rows])
+
+
 def build(args: argparse.Namespace) -> Path:
     """Build what the command line asks for and return the folder of the variant."""
     start = time.monotonic()
@@ -502,6 +529,11 @@ def build(args: argparse.Namespace) -> Path:
     variant = args.output / project.variant(cuda.version if cuda else None)
     if args.where:
         print(variant)
+        return variant
+    if args.links:
+        if not built_id(variant):
+            raise BuildError(f"{variant} is not there: build it first.")
+        print(links_table(variant / f"{built_id(variant)}.abi3.so"))
         return variant
     if built_id(variant) == build_id and not args.force and not args.compile_only:
         print(f"{variant} is up to date ({build_id}).")
@@ -563,6 +595,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--root", type=Path, default=ROOT, help="the project to build (default: this one)")
     parser.add_argument("--force", action="store_true", help="build even if nothing has changed")
     parser.add_argument("--where", action="store_true", help="build nothing, print the folder of the variant")
+    parser.add_argument("--links", action="store_true", help="build nothing, print what the variant links to")
     parser.add_argument("--compile-only", action="store_true", help="compile and report, link nothing")
     args = parser.parse_args(argv)
     args.output = args.output or args.root / "build"

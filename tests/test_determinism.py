@@ -1,6 +1,7 @@
 """The same bits in each run, and the same bits fused and unfused."""
 
 import contextlib
+from typing import NamedTuple
 
 import oracle
 import problems
@@ -66,6 +67,77 @@ def test_order_of_tokens_does_not_matter(kernel, device, k, dtype):
         want = kernel.moe(x, W, ids, weights)
         got = kernel.moe(x[shuffle], W, ids[shuffle], weights[shuffle])
     assert torch.equal(got, want[shuffle])
+
+
+class Kind(NamedTuple):
+    """A device, or the tiles of a kernel path that are forced on a GPU; few rows take those of 8 and 32 rows."""
+
+    dtype: torch.dtype
+    path: str | None = None
+    rows: int = 128
+
+    def __str__(self):
+        return f"{self.path}-{self.rows}" if self.path else "cpu"
+
+
+KINDS = [
+    Kind(torch.float32, "fp32"),
+    Kind(torch.float32, "fp32", 32),
+    Kind(torch.bfloat16, "mma"),
+    Kind(torch.bfloat16, "mma", 32),
+    Kind(torch.bfloat16, "mma", 8),
+    Kind(torch.bfloat16, "wgmma"),
+]
+
+
+def bits(t):
+    """As integers, of which no two are equal as 0 and -0 are."""
+    return t.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.itemsize])
+
+
+def in_any_order(function, name):
+    """Whether more than two experts a token are added as they come, unless the flag is set."""
+    return function.split("+")[0] in {
+        "result": ("moe", "moe_mlp", "gemm_combine"),
+        "x": ("moe", "moe_mlp", "gather_gemm"),
+    }.get(name, ())
+
+
+@pytest.mark.parametrize("k, flag", [(2, False), (8, False), (8, True)], ids=["two", "eight", "eight-deterministic"])
+@pytest.mark.parametrize(
+    "kind", [Kind(torch.float32), *(pytest.param(k, marks=pytest.mark.gpu) for k in KINDS)], ids=str
+)
+@pytest.mark.parametrize("function", problems.FUNCTIONS)
+def test_calls_behind_each_other(kernel, hooks, function, kind, k, flag):
+    """500 on a GPU, which run as they are launched: nobody waits, and the host reads one answer at the end.
+
+    Each call is made without gradients too, for which an MLP takes other launches.
+    """
+    device, calls = ("cuda", 500) if kind.path else ("cpu", 10)
+    shape = SHAPES[device] if kind.rows == 128 else (16, *SHAPES[device][1:])
+    problem = problems.make(function, *shape, k, kind.dtype, device)
+    with contextlib.ExitStack() as stack:
+        if kind.path:
+            tiles = [c.name for c in hooks.configs_here() if (c.path, c.tile_m) == (kind.path, kind.rows)]
+            if not tiles:
+                pytest.skip(f"this GPU has no {kind.path} tiles of {kind.rows} rows")
+            stack.enter_context(hooks.forced(*tiles))
+        if flag:
+            stack.enter_context(problems.deterministic(fill=False))
+        dy = problem.incoming(problem.call(kernel, **problem.tensors))
+
+        def call():
+            y, gradients = problems.run(kernel, problem, dy)
+            results = {"result": torch.stack((y, problem.call(kernel, **problem.tensors))), **gradients}
+            return {n: bits(t) for n, t in results.items() if flag or k <= 2 or not in_any_order(function, n)}
+
+        first = call()
+        same = {name: torch.ones((), dtype=torch.bool, device=device) for name in first}
+        with problems.no_waiting() if device == "cuda" else contextlib.nullcontext():
+            for _ in range(calls):
+                for name, found in call().items():
+                    same[name] &= (found == first[name]).all()
+    assert all(torch.stack(list(same.values())).tolist()), same
 
 
 def unfused(kernel, x, W, ids, weights):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kernels
 import pytest
 import torch
 import variants
@@ -289,9 +290,10 @@ import shutil, sys, torch
 from pathlib import Path
 from kernels import get_kernel, get_local_kernel
 variant, other = map(Path, sys.argv[1:])
-shutil.copytree(variant, other / "build" / variant.name)
+copy = shutil.copytree(variant, other / "build" / variant.name)
 first = get_kernel("phanerozoic/grouped-gemm-moe", version=1, trust_remote_code=True)
-second = get_local_kernel(other)
+second = get_local_kernel(copy)
+assert first is not second
 a, W, sizes = torch.randn(3, 4), torch.randn(2, 5, 4), torch.tensor([1, 2])
 assert torch.equal(first.grouped_gemm(a, W, sizes), second.grouped_gemm(a, W, sizes))
 print("one")
@@ -300,6 +302,50 @@ print("one")
         tmp_path,
     )
     assert out == "one\n"
+
+
+def test_threads_may_load_it_at_once():
+    """The loader has no lock, so that each thread may get a module of its own: all of the same functions."""
+    out = run_python(
+        """
+import threading, kernels, torch
+from concurrent.futures import ThreadPoolExecutor
+torch.set_num_threads(1)
+a, W, sizes = torch.randn(3, 4), torch.randn(2, 5, 4), torch.tensor([1, 2])
+together = threading.Barrier(8)
+def load_and_call(_):
+    leaf = W.clone().requires_grad_()
+    together.wait()
+    kernel = kernels.get_kernel("phanerozoic/grouped-gemm-moe", version=1, trust_remote_code=True)
+    y = kernel.grouped_gemm(a, leaf, sizes)
+    return kernel, y.detach(), torch.autograd.grad(y.sum(), leaf)[0]
+with ThreadPoolExecutor(8) as pool:
+    (first, *want), *others = pool.map(load_and_call, range(8))
+assert torch.allclose(want[0], torch.cat([a[:1] @ W[0].T, a[1:] @ W[1].T]), atol=1e-5)
+for kernel, *found in others:
+    assert all(getattr(kernel, name) is getattr(first, name) for name in first.__all__)
+    assert all(map(torch.equal, found, want))
+print("eight")
+"""
+    )
+    assert out == "eight\n"
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("torch-stable-abi299-cpu-x86_64-linux", r"\(2\.99\).*too new.*\(2\.\d+\)"),
+        ("torch-stable-abi211-cpu-riscv64-linux", "riscv64.*system CPU"),
+        ("torch-stable-abi211-rocm71-x86_64-linux", "rocm71.*selected backend"),
+    ],
+)
+def test_a_missing_variant_says_what_was_looked_for(variant, tmp_path, name, reason):
+    """The loader's own message: the folder, each variant that is there, and what of it does not fit this machine."""
+    shutil.copytree(variant, tmp_path / "build" / name)
+    with pytest.raises(FileNotFoundError) as caught:
+        kernels.get_local_kernel(tmp_path, backend="cpu")
+    message = str(caught.value)
+    assert str(tmp_path) in message and re.search(rf"{name}: .*{reason}", message), message
 
 
 def test_get_kernel_takes_the_variant_of_this_checkout(kernel, variant):

@@ -286,6 +286,17 @@ def launches(run):
     return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
+def peak_memory(run):
+    """The bytes that a second call of run() allocates on the GPU at most, beside what is there."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 @contextmanager
 def deterministic(fill=True):
     """Deterministic algorithms; with `fill` torch also fills what torch.empty returns with NaN, as is its default."""

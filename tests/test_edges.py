@@ -1,5 +1,6 @@
 """Sizes, layouts and memory at their edges. Results and gradients are held against the oracle throughout."""
 
+from contextlib import contextmanager
 from functools import partial
 
 import oracle
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16)
+EVERY = ("moe", "moe_mlp", "grouped_gemm", "grouped_mm")  # the functions that do a whole layer, or a whole group
 
 
 @pytest.mark.parametrize("N", [1, 2, 3, 7, 8, 9, 15, 31, 63, 64, 65, 127, 129, 255, 257, 2816])
@@ -235,21 +237,27 @@ def sampled(kernel, function, x, W, ids, weights):
     edge = min(2**31 // max(x.shape[1], W.shape[1]), T - 2)
     chosen = torch.tensor(sorted({0, 1, T // 2, edge - 1, edge, edge + 1, T - 2, T - 1}), device=x.device)
     few = problems.build(function, oracle.Inputs(x[chosen], W, ids[chosen], weights[chosen]))
-    tensors = {"x": x, "a": x, "h": x, "W": W, "weights": weights}
+    of_each_expert = few.of_each_expert()
+    tensors = {"x": x, "a": x, "h": x, "weights": weights} | {name: few.tensors[name] for name in of_each_expert}
     leaves = {name: tensors[name].detach().requires_grad_() for name in few.tensors}
-    routed = () if function in ("moe", "grouped_gemm") else (kernel.route(ids, len(W)),)
+    sizes = torch.bincount(ids[:, 0], minlength=len(W))
+    routed = (kernel.route(ids, len(W)),) if function in ("gather_gemm", "gemm_combine") else ()
     match function:
         case "moe":
             y = kernel.moe(leaves["x"], leaves["W"], ids, leaves["weights"])
         case "grouped_gemm":
-            y = kernel.grouped_gemm(*leaves.values(), torch.bincount(ids[:, 0], minlength=len(W)))
+            y = kernel.grouped_gemm(*leaves.values(), sizes)
+        case "grouped_mm":
+            y = kernel.grouped_mm(leaves["a"], leaves["W"].mT, offs=sizes.cumsum(0).int())
+        case "moe_mlp":
+            y = kernel.moe_mlp(leaves["x"], leaves["w_up"], leaves["w_down"], ids, leaves["weights"])
         case "gather_gemm":
             y = kernel.gather_gemm(*leaves.values(), *routed)
         case "gemm_combine":
             y = kernel.gemm_combine(leaves["h"], leaves["W"], *routed, leaves["weights"])
-    want = few.want(*few.tensors.values())
-    oracle.assert_close(y[chosen], want, oracle.tolerance(x.dtype, y.dtype))
-    few_dy = few.incoming(want.to(y.dtype))
+    cancels = function == "moe_mlp"  # so few rows make so few values
+    few.check_result(y.detach()[chosen], cancels)
+    few_dy = few.incoming(y[chosen])
     dy = torch.zeros_like(y)
     dy[chosen] = few_dy
     rest = torch.ones(T, dtype=torch.bool, device=x.device)
@@ -258,20 +266,36 @@ def sampled(kernel, function, x, W, ids, weights):
     del y, dy
     got = dict(zip(few.tensors, got, strict=True))
     for name in few.tensors:
-        if name != "W":
+        if name not in of_each_expert:
             assert got[name].abs().amax(1)[rest].max() == 0, name
             got[name] = got[name][chosen]
-    few.check_gradients(got, few_dy)
+    few.check_gradients(got, few_dy, cancels)
 
 
 @pytest.mark.gpu(memory=70)
 @pytest.mark.parametrize("K, N", [(32, 1024), (1024, 32)], ids=["results", "rows"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("function", ["moe", "grouped_gemm", "gather_gemm", "gemm_combine"])
+@pytest.mark.parametrize("function", [*EVERY, "gather_gemm", "gemm_combine"])
 def test_more_than_2_31_elements(kernel, function, dtype, K, N):
     """T * K, S * K, T * N and S * N, each past 2^31."""
     T, E = 2_400_000, 8
     x, W, ids, weights = oracle.make(T, K, N, E, 1, dtype, "cuda")
+    sampled(kernel, function, x, W, ids.sort(0).values, weights)
+
+
+@pytest.mark.parametrize("function", [*EVERY, "gather_gemm", "gemm_combine"])
+def test_sampled_tokens(kernel, place, function):
+    """The two tests around this one, at a size for any machine."""
+    x, W, ids, weights = oracle.make(300, 72, 40, 8, 1, place.dtype, place.device)
+    sampled(kernel, function, x, W, ids.sort(0).values, weights)
+
+
+@pytest.mark.gpu(memory=10)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("function", [*EVERY, "gather_gemm", "gemm_combine"])
+def test_more_tiles_than_65535(kernel, function, dtype):
+    """Tiles of 128 rows: more than the second dimension of a launch has blocks."""
+    x, W, ids, weights = oracle.make(9_000_000, 8, 8, 8, 1, dtype, "cuda")
     sampled(kernel, function, x, W, ids.sort(0).values, weights)
 
 
@@ -291,7 +315,12 @@ def test_more_than_2_31_weights(kernel, dtype, transposed):
     ids = torch.full((T, 1), E - 1, device="cuda")
     last = W.detach()[-1:]
     arithmetic = 3e-5  # longer sums than oracle.tolerance speaks of
-    for y, scale in ((kernel.grouped_gemm(x, W, sizes), None), (kernel.moe(x, W, ids, weights), weights)):
+    by_group = kernel.grouped_mm(x, W.mT, offs=sizes.cumsum(0).int())
+    for y, scale in (
+        (kernel.grouped_gemm(x, W, sizes), None),
+        (by_group, None),
+        (kernel.moe(x, W, ids, weights), weights),
+    ):
         want = oracle.moe(x, last, torch.zeros_like(ids), torch.ones_like(weights) if scale is None else scale)
         oracle.assert_close(y, want, oracle.tolerance(dtype, y.dtype) + arithmetic)
         dy = torch.randn_like(y).to(dtype).to(y.dtype)
@@ -300,6 +329,123 @@ def test_more_than_2_31_weights(kernel, dtype, transposed):
         scales = torch.ones_like(weights) if scale is None else scale
         want, slack = oracle.weight_gradient(x, dy.to(dtype), scales.flatten(), torch.zeros_like(ids), 1, transposed)
         oracle.assert_close(gradient[-1:], want, oracle.tolerance(dtype, dtype), slack=slack)
+
+
+def check_among(kernel, function, used, E, inputs):
+    """All ids go to a few of many experts: they are right, and the gradients of the others exactly 0."""
+    x, few_W, ids, weights = inputs
+    few = problems.build(function, inputs)
+    counts = few_W.new_zeros(E, 0, 0)  # stands for the weights where only their number is asked
+    many = problems.build(function, oracle.Inputs(x, counts, used[ids], weights))
+    names = few.of_each_expert()
+    tensors = dict(few.tensors)
+    for name in names:
+        tensors[name] = few.tensors[name].new_zeros(E, *few.tensors[name].shape[1:])
+        for e, of_expert in zip(used.tolist(), few.tensors[name], strict=True):
+            tensors[name][e] = of_expert
+    y, gradients = problems.run(kernel, many._replace(tensors=tensors))
+    few.check_result(y, cancels=True)
+    for name in names:
+        mine = [gradients[name][e].clone() for e in used.tolist()]
+        for e in used.tolist():
+            gradients[name][e] = 0
+        assert not gradients[name].any(), name
+        gradients[name] = torch.stack(mine)
+    few.check_gradients(gradients, few.incoming(y), cancels=True)
+
+
+@pytest.mark.parametrize("function", EVERY)
+def test_70000_experts(kernel, device, function):
+    for dtype in DTYPES:
+        used = torch.tensor([0, 1, 255, 1024, 32768, 65535, 65536, 69_999], device=device)
+        check_among(kernel, function, used, 70_000, oracle.make(64, 16, 8, len(used), 2, dtype, device))
+
+
+@pytest.mark.gpu(memory=75)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_more_than_2_31_weights_of_mlps(kernel, dtype):
+    """Of each of the two matrices."""
+    used = torch.tensor([0, 1050, 2099], device="cuda")
+    check_among(kernel, "moe_mlp", used, 2100, oracle.make(128, 1024, 1024, len(used), 2, dtype, "cuda"))
+
+
+EXTREMES = {  # T, K, N, E, k, distribution
+    "K = N = 1": (300, 1, 1, 5, 2, "uniform"),
+    "one row": (1, 40, 24, 3, 1, "uniform"),
+    "one row of one feature": (1, 1, 1, 1, 1, "uniform"),
+    "all rows on one expert": (700, 40, 24, 6, 2, "single"),
+    "64 experts a token": (40, 16, 8, 64, 64, "uniform"),
+}
+
+
+@pytest.mark.parametrize("case", EXTREMES)
+@pytest.mark.parametrize("function", EVERY)
+def test_extremes(kernel, place, function, case):
+    *shape, distribution = EXTREMES[case]
+    problem = problems.make(function, *shape, place.dtype, place.device, distribution)
+    problems.check(kernel, problem, cancels=True)
+
+
+@pytest.mark.parametrize("function", EVERY)
+def test_as_many_tokens_as_experts(kernel, device, function):
+    """1,024 of them, each token with an expert of its own."""
+    for dtype in DTYPES:
+        inputs = oracle.make(1024, 16, 8, 1024, 1, dtype, device)
+        ids = inputs.ids.flatten().argsort().argsort()[:, None]
+        problems.check(kernel, problems.build(function, inputs._replace(ids=ids)), cancels=True)
+
+
+@pytest.mark.gpu(memory=12)
+@pytest.mark.parametrize("T, K, N, E, k", [(4096, 64, 64, 64, 64), (4096, 64, 64, 70_000, 2)], ids=["k", "E"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("function", ["moe", "moe_mlp"])
+def test_peak_memory(kernel, function, dtype, T, K, N, E, k):
+    """What the README says of a forward: the result, its float32 sums, an MLP's activation, and words.
+
+    16 bytes for each assignment and expert of each product, and a MiB for what the allocator rounds up of each tensor.
+    """
+    x, W, ids, weights = oracle.make(T, K, N, E, 1, dtype, "cuda")
+    ids = torch.randint(E, (T, k), device="cuda")
+    problem = problems.build(function, oracle.Inputs(x, W, ids, weights.expand(T, k).contiguous()))
+    peak = problems.peak_memory(lambda: problem.call(kernel, **problem.tensors))
+    if function == "moe":
+        products, results = 1, 4 * T * N
+    else:
+        products, results = 2, (4 + dtype.itemsize) * T * K + dtype.itemsize * T * k * N
+    assert peak <= results + products * 16 * (T * k + E) + 6 * 2**20, peak - results
+
+
+@contextmanager
+def memory_for(more):
+    """This process may allocate no more on the GPU than it has, and `more` bytes; other processes notice nothing."""
+    torch.cuda.empty_cache()
+    reserved, total = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((reserved + more) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu(memory=6)
+@pytest.mark.parametrize("function", EVERY)
+def test_out_of_memory(kernel, function):
+    """torch's own error, from the forward and from the backward; the next call is right, even before there is more."""
+    small = problems.make(function, 40, 64, 32, 5, 2, device="cuda")
+    for K, N, backward in ((8, 1024, False), (1024, 8, True)):
+        problem = problems.make(function, 2**18, K, N, 4, 1, device="cuda")  # a GiB of results, or of gradients to rows
+        leaves = problem.leaves(problem.tensors if backward else ())
+        y = problem.call(kernel, **leaves).sum() if backward else None
+        with memory_for(200 * 2**20):
+            with pytest.raises(torch.OutOfMemoryError):
+                if backward:
+                    y.backward()
+                else:
+                    problem.call(kernel, **leaves)
+            problems.check(kernel, small)
+        problems.check(kernel, small)
+        del problem, leaves, y
 
 
 def test_float32_near_zero(kernel, device):

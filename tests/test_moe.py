@@ -1,5 +1,7 @@
 """moe: the result and all gradients against the oracle, on every device, dtype and configuration."""
 
+from functools import partial
+
 import oracle
 import problems
 import pytest
@@ -127,12 +129,7 @@ def test_allocates_no_rows(kernel):
     half = torch.bfloat16
     for dtype, out_dtype in ((torch.float32, torch.float32), (half, torch.float32), (half, half)):
         x, W, ids, weights = oracle.make(T, K, N, E, k, dtype, "cuda")
-        kernel.moe(x, W, ids, weights, out_dtype=out_dtype)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        kernel.moe(x, W, ids, weights, out_dtype=out_dtype)
-        peak = torch.cuda.max_memory_allocated() - before
+        peak = problems.peak_memory(partial(kernel.moe, x, W, ids, weights, out_dtype=out_dtype))
         results = T * N * (4 if out_dtype == torch.float32 else 6)
         assert peak <= results + 128 * (T * k + E) + 2**20, (dtype, peak - results)
 

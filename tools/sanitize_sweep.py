@@ -54,6 +54,7 @@ def configurations(names: list[str], dtype: torch.dtype) -> str:
         sweep(dtype, *UNALIGNED)
         many_groups(dtype)
         long_groups(dtype)
+        wrong_ends(dtype)
     torch.cuda.synchronize()
     return f"{' '.join(names)} {dtype}"
 
@@ -153,6 +154,23 @@ def long_groups(dtype: torch.dtype) -> None:
         check(out, 2 * kernel.weight_grad(x, dy, routing, topk_weights).float())
     ones = torch.ones_like(topk_weights)
     check(kernel.weight_grad(x, dy, routing).float(), kernel.weight_grad(x, dy, routing, ones).float())
+
+
+def wrong_ends(dtype: torch.dtype) -> None:
+    """Ends that descend, are negative or lie behind the rows, and ids of no expert, which nothing checks on a GPU."""
+    x, weight = random(TOKENS, 72, dtype=dtype), random(4, 40, 72, dtype=dtype)
+    topk_weights = torch.rand(TOKENS, 1, device=DEVICE, requires_grad=True)
+    for ends in (40, -3, 20, 300), (-1, -(2**31), 10, 2**31 - 1), (2**31 - 1, 0, 0, 0), (-4, -3, -2, -1):
+        offs = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        differentiate(kernel.grouped_gemm(x, weight, offs.long().diff(prepend=offs.new_zeros(1))), x, weight)
+        for a, b in ((x, weight.mT), (x.T, x), (weight, x.T)):
+            kernel.grouped_mm(a, b, offs=offs).sum().backward()
+        ids = offs.long().repeat(TOKENS // 4)[:, None]
+        routing = kernel.route(ids, 4)._replace(offs=offs)
+        hidden = kernel.gather_gemm(x, weight, routing)
+        kernel.gemm_combine(hidden, weight.mT, routing, topk_weights).sum().backward()
+        kernel.weight_grad(x, hidden, routing, topk_weights, gather_dy=False)
+        kernel.moe(x, weight, ids, topk_weights).sum().backward()
 
 
 def many_ids() -> str:

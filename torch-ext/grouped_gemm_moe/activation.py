@@ -27,6 +27,16 @@ class Activation(NamedTuple):
         limit: the gate is cut off above it and up outside of [-limit, limit]; None: neither is. For clamped_swiglu 7
             unless given. Only with a gate.
         alpha: for silu 1 and for clamped_swiglu 1.702 unless given; no other kind has one.
+
+    Raises:
+        ValueError, TypeError: not here but from the function that takes it, for a kind, a limit or an alpha that there
+            is not.
+
+    Example:
+        >>> x, w_up, w_down = torch.randn(5, 16), torch.randn(4, 2 * 24, 16), torch.randn(4, 16, 24)
+        >>> topk_weights, expert_ids = torch.rand(5, 4).topk(2)
+        >>> moe_mlp(x, w_up, w_down, expert_ids, topk_weights, activation=Activation("clamped_swiglu", limit=5.0)).shape
+        torch.Size([5, 16])
     """
 
     kind: str

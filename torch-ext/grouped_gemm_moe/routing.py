@@ -21,6 +21,11 @@ class Routing(NamedTuple):
         offs: int32 [E], the row at which each expert ends.
         top_k: experts a token.
         num_tokens: tokens T; S = T * top_k.
+
+    Example:
+        >>> routing = route(torch.tensor([[2, 0], [0, -1], [2, 1]]), 3)
+        >>> routing.row_assignment.tolist(), routing.offs.tolist()
+        ([1, 2, 5, 0, 4, 3], [2, 3, 5])
     """
 
     row_assignment: torch.Tensor

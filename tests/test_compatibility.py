@@ -431,6 +431,7 @@ row_of_tests(
     "test_cases.py::test_fully_sharded_layer",
 )
 row_of_tests("a fork after the import", "test_package.py::test_a_fork_after_the_import_computes")
+row_of_tests("loaded by several threads at once", "test_package.py::test_threads_may_load_it_at_once")
 row_of_tests("two builds in one process", "test_package.py::test_two_builds_in_one_process")
 row_of_tests(
     "a `Routing` copied, pickled, saved, and loaded after `torch.serialization.add_safe_globals([Routing])`",

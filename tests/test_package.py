@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import kernels
@@ -346,6 +347,17 @@ def test_a_missing_variant_says_what_was_looked_for(variant, tmp_path, name, rea
         kernels.get_local_kernel(tmp_path, backend="cpu")
     message = str(caught.value)
     assert str(tmp_path) in message and re.search(rf"{name}: .*{reason}", message), message
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 15), reason="free-threaded builds have the stable ABI from 3.15 on")
+def test_free_threaded_python_is_refused(variant, tmp_path, monkeypatch, caplog):
+    """Before 3.15 such a build has no stable ABI: the loader passes the library over, and says so."""
+    shutil.copytree(variant, tmp_path / "build" / variant.name)
+    of_build = sysconfig.get_config_var
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: name == "Py_GIL_DISABLED" or of_build(name))
+    with caplog.at_level("WARNING"), pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path))):
+        kernels.get_local_kernel(tmp_path, backend="cpu")
+    assert "stable ABI, which is not supported on free-threaded Python" in caplog.text
 
 
 def test_get_kernel_takes_the_variant_of_this_checkout(kernel, variant):

@@ -149,7 +149,9 @@ class Form(NamedTuple):
         limit = self.limit or (7.0 if clamped else None)
         alpha = self.alpha or (1.702 if clamped else 1.0)
         if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            # At the limit itself the slope is 1, which clamp's is only before torch 2.14.
+            gate = torch.where(gate > limit, limit, gate)
+            up = torch.where(up.abs() > limit, limit * up.sign(), up)
         value = {
             "silu": lambda: F.silu(alpha * gate) / alpha,
             "clamped_swiglu": lambda: gate * torch.sigmoid(alpha * gate),

@@ -40,12 +40,16 @@ def skip_unless_ci(reason):
 
 
 @pytest.fixture(scope="session")
-def variant(tmp_path_factory):
-    """The CUDA variant for three generations of GPUs."""
+def cuda():
     try:
-        build_tool.Cuda.find(None)
+        return build_tool.Cuda.find(None)
     except build_tool.BuildError:
         skip_unless_ci("there is no nvcc")
+
+
+@pytest.fixture(scope="session")
+def variant(cuda, tmp_path_factory):
+    """The CUDA variant for three generations of GPUs."""
     output = tmp_path_factory.mktemp("cuda")
     done = run_build("cuda", "--arch", ",".join(ARCHITECTURES), "--output", output)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -102,10 +106,10 @@ def test_library(variant):
     assert [name for name in needed if name.startswith(("libcuda", "libpython"))] == []
 
 
-def test_objects_are_reproducible(variant, tmp_path):
+def test_objects_are_reproducible(cuda, tmp_path):
     """The same bytes, wherever they are compiled: of a source whose names are seen from outside, and of one that has
     hidden names alone, which nvcc tells from others' in another way."""
-    project, cuda, cxx = build_tool.Project.read(ROOT, "cuda"), build_tool.Cuda.find(None), build_tool.find_cxx()
+    project, cxx = build_tool.Project.read(ROOT, "cuda"), build_tool.find_cxx()
     objects = []
     for name in ("one", "another"):
         copy = tmp_path / name
@@ -116,6 +120,7 @@ def test_objects_are_reproducible(variant, tmp_path):
         objects.append([build_tool.compile_unit(unit, copy, copy)[0].read_bytes() for unit in chosen])
     assert len(objects[0]) == 2
     assert [one == another for one, another in zip(*objects)] == [True, True]
+    assert not any(str(build_tool.torch_folder()).encode() in made for made in objects[0])
 
 
 def test_no_kernel_spills_registers(kernels):

@@ -112,13 +112,14 @@ def test_symbols(variant):
 @pytest.fixture(scope="session")
 def built_twice(tmp_path_factory):
     """In two folders, each with its own kept objects, with torch in two places."""
+    here, moved = Path(torch.__file__).parent, tmp_path_factory.mktemp("packages") / "torch"
+    shutil.copytree(here / "include", moved / "include")  # g++ would follow a link
+    (moved / "lib").symlink_to(here / "lib")
+    (moved / "__init__.py").touch()
     made = []
-    for name in ("one", "another"):
-        folder = tmp_path_factory.mktemp(name)
-        (folder / "packages").mkdir()
-        (folder / "packages" / "torch").symlink_to(Path(torch.__file__).parent)
-        root = copy_project(folder / "project")
-        done = run_build("cpu", "--root", root, PYTHONPATH=str(folder / "packages"))
+    for torch_folder in (here, moved):
+        root = copy_project(tmp_path_factory.mktemp("built") / "project")
+        done = run_build("cpu", "--root", root, PYTHONPATH=str(torch_folder.parent))
         assert done.returncode == 0, done.stderr
         made.append(next((root / "build").glob("torch-*-linux")))
     return made

@@ -41,7 +41,7 @@ class _GpuRound:
     def __init__(self, candidates):
         self.candidates = candidates
         l2_bytes = torch.cuda.get_device_properties().L2_cache_size
-        self.other_memory = torch.zeros(4 * l2_bytes // 4, device="cuda")
+        self.other_memory = torch.zeros(l2_bytes, device="cuda")  # float32: four times as many bytes
         self.sum = torch.zeros((), device="cuda")
 
     def __call__(self):

@@ -403,7 +403,7 @@ void weight_grad(const Tensor& x, const Tensor& dy, const Tensor& offs, const Ma
   WeightGradProblem p{};
   const bool transposed = out.size(2) > 1 && out.stride(2) != 1;
   check(!transposed || out.size(1) <= 1 || out.stride(1) == 1, "out must be contiguous in K or in N");
-  const int64_t S = row_assignment ? row_assignment->numel() : x.size(0);
+  const int64_t S = row_count(x, row_assignment);
   check(S <= INT_MAX, "no more than 2^31 - 1 rows");
   p.E = size(out, 0), p.M = size(out, transposed ? 2 : 1), p.N = size(out, transposed ? 1 : 2);
   p.map = row_map(row_assignment, top_k, S);

@@ -29,6 +29,7 @@ TENSORS = {  # of each function: its tensor arguments and their dimensions
 }
 PRODUCTS = [function for function in TENSORS if function != "route"]
 ROUTED = ("gather_gemm", "gemm_combine", "weight_grad")
+WITH_ENDS = (*ROUTED, "grouped_gemm", "grouped_mm")
 FIXED_BY = {function: {"routing": "T k S E"} for function in ROUTED}
 OPTIONAL = ("bias", "bias_up", "bias_down", "weight_grad.topk_weights", "out")
 INTEGERS, WEIGHTS = ("expert_ids", "group_sizes"), ("topk_weights",)
@@ -382,7 +383,7 @@ def at_ends(kernel, function, ends, S, dtype):
     return results
 
 
-@pytest.mark.parametrize("function", [*ROUTED, "grouped_mm", "grouped_gemm"])
+@pytest.mark.parametrize("function", WITH_ENDS)
 def test_right_ends(kernel, device, function):
     """What the next test spoils."""
     ends = torch.tensor([10, 10, 30, 40], dtype=torch.int32, device=device)
@@ -401,7 +402,7 @@ WRONG_OFFSETS = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("offs", WRONG_OFFSETS, ids=str)
-@pytest.mark.parametrize("function", ["gather_gemm", "gemm_combine", "weight_grad", "grouped_mm", "grouped_gemm"])
+@pytest.mark.parametrize("function", WITH_ENDS)
 def test_wrong_values_on_a_gpu_fault_nothing(kernel, function, offs, dtype):
     """They are not read back: numbers may be wrong, but forward and backward stay inside of the tensors.
 

@@ -324,9 +324,8 @@ def test_compiled_in_one_graph(kernel, ops, device, dynamo, variety):
     seen = []
 
     def recorded(graph, inputs):
-        operators = [
-            op for n in graph.graph.nodes for op in (n.target, *n.args)
-        ]  # args: of one that is made functional
+        # An op that was made functional is the first argument of what stands for it.
+        operators = [op for node in graph.graph.nodes for op in (node.target, *node.args)]
         seen.append([op._opname for op in operators if getattr(op, "namespace", None) == ops.name])
         return make_boxed_func(graph)
 

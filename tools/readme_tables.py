@@ -72,7 +72,7 @@ def with_tables(text: str, found: list[dict], digest: str) -> str:
     for name, table in TABLES.items():
         block = re.compile(rf"(<!-- table:{name} -->\n).*?(<!-- /table -->)", re.DOTALL)
         body = "\n\n".join(filter(None, (table(record, digest) for record in found)))
-        body = body or ("" if name in UNMENTIONED else NO_RECORD)
+        body = body or ("" if name in records.OPTIONAL else NO_RECORD)
         text, count = block.subn(lambda m, body=body: f"{m[1]}\n{body}\n\n{m[2]}" if body else f"{m[1]}{m[2]}", text)
         if count != 1:
             raise SystemExit(f"README.md has {count} places for the table {name}, and should have one")
@@ -392,8 +392,6 @@ TABLES = {
     "sweeps": sweeps_table,
     "transformers": transformers_table,
 }
-
-UNMENTIONED = {"transformers"}  # where nothing is recorded: it is measured where it is asked for
 
 if __name__ == "__main__":
     sys.exit(main())

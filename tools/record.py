@@ -33,6 +33,7 @@ MODEL_ROW = {
     **{"T": int, "H": int, "I": int, "E": int, "k": int, "layers": int, "transformers": str, "dtype": str},
     **{"ms": MEASURED, "bytes_peak": COUNTED, "left_out": (str, type(None))},
 }
+OPTIONAL = {"fuzz", "transformers"}  # parts that are measured where they are asked for
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 MACHINE = {"gpu": str, "torch": str, "cuda": str}
 PARTS = {

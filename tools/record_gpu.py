@@ -38,13 +38,12 @@ import package  # noqa: E402
 SWEEP = records.ROOT / "tools" / "sanitize_sweep.py"
 SHARES = 16  # processes that a sanitizer's sweep is shared among
 ROW_CHOICES = ("ops", "shapes", "path")
-OPTIONAL = {"fuzz", "transformers"}  # measured where it is asked for
 ERRORS = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    usual = [part for part in PARTS if part not in OPTIONAL]
+    usual = [part for part in PARTS if part not in records.OPTIONAL]
     parser.add_argument("--only", default=",".join(usual), metavar="PARTS", help=f"of {','.join(PARTS)}")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="the record; benchmarks/results/<gpu>.json if left out"

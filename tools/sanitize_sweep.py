@@ -32,7 +32,7 @@ DTYPES = {"fp32": [torch.float32], "mma": [torch.bfloat16, torch.float16], "wgmm
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--share", default="0/1", metavar="I/N", help="which of how many parts of the configurations")
+    parser.add_argument("--share", default="0/1", metavar="I/N", help="which of how many parts of the steps")
     share, shares = map(int, parser.parse_args().share.split("/"))
     torch.manual_seed(0)
     for step in steps()[share::shares]:
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def steps() -> list[Callable[[], str]]:
-    """Each says what it ran. The longest is the first."""
+    """Each says what it ran."""
     return [many_ids] + [
         partial(configurations, names, dtype) for path, names in config_sets() for dtype in DTYPES[path]
     ]
